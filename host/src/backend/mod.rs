@@ -1,0 +1,105 @@
+//! The op table over MLX: the one place that knows mlx-rs.
+//!
+//! [`install`] fills [`HostApi`] and makes it known to this image, so that the host's own models
+//! and every plugin use the same `Tensor`. All slots run on the engine thread, on MLX's default
+//! stream.
+
+mod handle;
+mod kernels;
+mod ops;
+mod weights;
+
+use std::sync::Once;
+
+use abi_stable::prefix_type::WithMetadata;
+use abi_stable::std_types::RStr;
+use plugin_api::abi::{HostApi, HostApiRef, LogLevel};
+
+pub(crate) use handle::fail_with;
+pub use weights::{on_weights_read, share_checkpoint};
+
+/// The table and its owner.
+struct Table;
+
+impl Table {
+    abi_stable::staticref!(const API: WithMetadata<HostApi> = WithMetadata::new(HostApi {
+        take_error: handle::take_error,
+        log,
+        memory_used,
+        clone_tensor: ops::clone_tensor,
+        drop_tensor: ops::drop_tensor,
+        tensor_info: ops::tensor_info,
+        from_bytes: ops::from_bytes,
+        full: ops::full,
+        arange: ops::arange,
+        eval: ops::eval,
+        read: ops::read,
+        astype: ops::astype,
+        reshape: ops::reshape,
+        transpose: ops::transpose,
+        broadcast_to: ops::broadcast_to,
+        concat: ops::concat,
+        slice: ops::slice,
+        slice_update: ops::slice_update,
+        take: ops::take,
+        take_along_axis: ops::take_along_axis,
+        unary: ops::unary,
+        binary: ops::binary,
+        select: ops::select,
+        reduce: ops::reduce,
+        sort: ops::sort,
+        cumsum: ops::cumsum,
+        softmax: ops::softmax,
+        matmul: kernels::matmul,
+        quantized_matmul: kernels::quantized_matmul,
+        dequantize: kernels::dequantize,
+        rms_norm: kernels::rms_norm,
+        rope: kernels::rope,
+        attention: kernels::attention,
+        gated_delta: kernels::gated_delta,
+        checkpoint_open: weights::checkpoint_open,
+        checkpoint_drop: weights::checkpoint_drop,
+        checkpoint_config: weights::checkpoint_config,
+        checkpoint_names: weights::checkpoint_names,
+        checkpoint_tensor: weights::checkpoint_tensor,
+        checkpoint_bytes: weights::checkpoint_bytes,
+        checkpoint_vocabulary: weights::checkpoint_vocabulary,
+    }));
+}
+
+/// The host's table, the same one for every plugin and for the life of the process.
+pub fn api() -> HostApiRef {
+    static INSTALLED: Once = Once::new();
+    let api = HostApiRef(Table::API.as_prefix());
+    INSTALLED.call_once(|| plugin_api::install(api));
+    api
+}
+
+/// Makes the table known to this image; `Tensor`s work from then on.
+pub fn install() {
+    api();
+}
+
+/// Bytes that MLX holds for arrays now.
+pub(crate) extern "C" fn memory_used() -> u64 {
+    mlx_rs::memory::active_memory().unwrap_or(0) as u64
+}
+
+/// The most bytes that MLX has held for arrays since the start.
+pub fn peak_memory() -> u64 {
+    mlx_rs::memory::peak_memory().unwrap_or(0) as u64
+}
+
+extern "C" fn log(level: LogLevel, target: RStr<'_>, message: RStr<'_>) {
+    let (plugin, message) = (target.as_str(), message.as_str());
+    match level {
+        LogLevel::ERROR => tracing::error!(plugin, "{message}"),
+        LogLevel::WARN => tracing::warn!(plugin, "{message}"),
+        LogLevel::INFO => tracing::info!(plugin, "{message}"),
+        LogLevel::DEBUG => tracing::debug!(plugin, "{message}"),
+        _ => tracing::trace!(plugin, "{message}"),
+    }
+}
+
+#[cfg(test)]
+mod tests;

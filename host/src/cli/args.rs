@@ -1,0 +1,182 @@
+//! What the user can say.
+
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand};
+
+const EXAMPLES: &str = "\
+Examples:
+  mlxhost --plugin plugins/qwen_mtp.so --prompt 'Why is the sky blue?' --stats
+      The bundled model, drafted by the bundled head.
+  mlxhost --plugin plugins/qwen_mtp.so --model qwen3.5-0.8b --drafter qwen3.5-0.8b-mtp
+      Your own model and drafter; without a prompt this is a chat.
+  git diff | mlxhost --model M --system 'Write a commit message.' --no-draft
+      The prompt from standard input, decoded without drafts.
+  mlxhost plugins inspect plugins/ngram.so
+      What a plugin is, without running it.
+
+A model is a directory with config.json and safetensors, or a GGUF file. A plugin never changes what
+the model says, only how fast.";
+
+/// Runs language models, made faster by drafter plugins.
+#[derive(Parser)]
+#[command(name = "mlxhost", version, after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
+pub struct Args {
+    #[command(flatten)]
+    pub generate: GenerateArgs,
+    #[command(subcommand)]
+    pub command: Option<Command>,
+}
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Write a model's logits and hidden states to a file, to compare with other engines.
+    Eval(EvalArgs),
+    /// Look at plugins.
+    Plugins(PluginsArgs),
+}
+
+#[derive(clap::Args)]
+pub struct GenerateArgs {
+    #[command(flatten)]
+    pub plugins: PluginPaths,
+
+    /// The target model: a directory or a .gguf file [default: the bundled SmolLM2].
+    #[arg(long, value_name = "PATH", help_heading = "Models")]
+    pub model: Option<PathBuf>,
+    /// The drafter's checkpoint [default: the one inside or bundled with the model].
+    #[arg(long, value_name = "DIR", help_heading = "Models")]
+    pub drafter: Option<PathBuf>,
+    /// An option of the drafter; `plugins inspect` lists them. Repeatable.
+    #[arg(long, value_name = "KEY=VALUE", value_parser = key_value, help_heading = "Models")]
+    pub drafter_option: Vec<(String, String)>,
+    /// The most tokens to draft per round [default: what the drafter was made for].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=256), help_heading = "Models")]
+    pub depth: Option<u32>,
+    /// Decode without drafts.
+    #[arg(long, help_heading = "Models")]
+    pub no_draft: bool,
+
+    /// The prompt [default: a chat on a terminal, else standard input].
+    #[arg(long, value_name = "TEXT", help_heading = "Prompt")]
+    pub prompt: Option<String>,
+    /// The prompt as token ids: 1,2,3 or @FILE. No template is applied.
+    #[arg(
+        long,
+        value_name = "IDS",
+        conflicts_with = "prompt",
+        help_heading = "Prompt"
+    )]
+    pub prompt_tokens: Option<String>,
+    /// Instructions before the conversation.
+    #[arg(long, value_name = "TEXT", help_heading = "Prompt")]
+    pub system: Option<String>,
+    /// Continue the text as it is, without the model's chat template.
+    #[arg(long, conflicts_with_all = ["system", "prompt_tokens"], help_heading = "Prompt")]
+    pub raw: bool,
+
+    /// The most tokens to generate [default: as the model says, else 512].
+    #[arg(long, value_name = "N", help_heading = "Answer")]
+    pub max_tokens: Option<usize>,
+    /// End the answer before this text. Repeatable.
+    #[arg(long, value_name = "TEXT", help_heading = "Answer")]
+    pub stop: Vec<String>,
+    /// Go on after the model's end-of-text tokens.
+    #[arg(long, help_heading = "Answer")]
+    pub ignore_eos: bool,
+    /// 0 always takes the likeliest token [default: as the model says, else 0].
+    #[arg(long, value_name = "X", help_heading = "Answer")]
+    pub temperature: Option<f32>,
+    /// Keep the likeliest tokens that hold this much probability.
+    #[arg(long, value_name = "P", help_heading = "Answer")]
+    pub top_p: Option<f32>,
+    /// Keep this many of the likeliest tokens; 0 keeps all.
+    #[arg(long, value_name = "K", help_heading = "Answer")]
+    pub top_k: Option<u32>,
+    /// Keep tokens at least this fraction as likely as the likeliest.
+    #[arg(long, value_name = "P", help_heading = "Answer")]
+    pub min_p: Option<f32>,
+    /// The same seed gives the same answer, with any drafter or none [default: random].
+    #[arg(long, value_name = "N", help_heading = "Answer")]
+    pub seed: Option<u64>,
+
+    /// Say afterwards what the answer took.
+    #[arg(long, help_heading = "Output")]
+    pub stats: bool,
+    /// Colour the tokens that came from the drafter.
+    #[arg(long, conflicts_with = "json", help_heading = "Output")]
+    pub show_drafts: bool,
+    /// Print one JSON object instead of text.
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+}
+
+#[derive(clap::Args)]
+pub struct EvalArgs {
+    /// The model: a directory or a .gguf file.
+    #[arg(long, value_name = "PATH")]
+    pub model: PathBuf,
+    /// Token ids: 1,2,3 or @FILE.
+    #[arg(long, value_name = "IDS")]
+    pub prompt_tokens: String,
+    /// The safetensors file to write: `logits` [N, V] and one `tap.<id>` [N, H] per tap, f32.
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+    /// Hidden states to write too: layer numbers, `embedding`, `pre_norm`, `final`.
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub taps: Vec<String>,
+}
+
+#[derive(clap::Args)]
+pub struct PluginsArgs {
+    #[command(subcommand)]
+    pub command: PluginsCommand,
+}
+
+#[derive(Subcommand)]
+pub enum PluginsCommand {
+    /// List the plugins that a run with these options would have.
+    List {
+        #[command(flatten)]
+        paths: PluginPaths,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Say what a plugin is and whether this host can load it, without running it.
+    Inspect {
+        /// The plugin's library.
+        path: PathBuf,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+#[derive(clap::Args)]
+pub struct PluginPaths {
+    /// A plugin's library. Repeatable; the first that serves the drafter is used.
+    #[arg(long, value_name = "PATH", help_heading = "Plugins")]
+    pub plugin: Vec<PathBuf>,
+    /// A directory of plugins. Repeatable. MLXHOST_PLUGIN_PATH holds more, separated by colons.
+    #[arg(long, value_name = "DIR", help_heading = "Plugins")]
+    pub plugin_dir: Vec<PathBuf>,
+}
+
+fn key_value(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err("expected KEY=VALUE".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+}

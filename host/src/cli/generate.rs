@@ -1,0 +1,163 @@
+//! The main job: a prompt in, an answer out.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use mlxhost::engine::{Answer, Engine, Event, Finish, Request};
+use mlxhost::text::{GenerationDefaults, Tokenizer};
+use plugin_api::sampling::Sampling;
+
+use super::args::GenerateArgs;
+use super::error::CliError;
+use super::output::{self, Printer};
+use super::prompt::{self, Prompt};
+use super::{chat, load};
+
+const DEFAULT_MAX_TOKENS: usize = 512;
+
+/// Answers one prompt, or chats.
+pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
+    let prompt = prompt::find(args)?;
+    let loaded = load::load(args)?;
+    let interrupt = Interrupt::install()?;
+    let needs = || CliError::input("the model has no tokenizer; give --prompt-tokens");
+    let tokens = match prompt {
+        Prompt::Tokens(tokens) => tokens,
+        Prompt::Text(text) => {
+            let tokenizer = loaded.tokenizer.as_deref().ok_or_else(needs)?;
+            prompt::encode(tokenizer, &text, args)?
+        }
+        Prompt::Chat => return chat::run(args, &loaded, &interrupt),
+    };
+    let request = request(args, &loaded.defaults, loaded.tokenizer.as_deref(), tokens);
+    let mut printer = (!args.json).then(|| Printer::new(args.show_drafts));
+    let (ids, text, answer) = answer(&loaded.engine, request, printer.as_mut(), &interrupt)?;
+    if args.json {
+        println!("{}", output::to_json(&ids, &text, &answer));
+    }
+    if args.stats {
+        output::print_stats(&answer.stats);
+    }
+    match answer.finish {
+        Finish::Cancelled => Err(CliError::Interrupted),
+        _ => Ok(()),
+    }
+}
+
+/// Ctrl-C: ends the running answer; a second one ends the program.
+pub struct Interrupt {
+    pressed: Arc<AtomicBool>,
+}
+
+impl Interrupt {
+    fn install() -> Result<Self, CliError> {
+        let pressed = Arc::new(AtomicBool::new(false));
+        let flag = pressed.clone();
+        ctrlc::set_handler(move || {
+            if flag.swap(true, Ordering::Relaxed) {
+                // Nothing to clean up: plugins' copies are gone since they were mapped.
+                std::process::exit(130);
+            }
+        })
+        .map_err(|e| CliError::Failure(format!("can't watch for Ctrl-C: {e}")))?;
+        Ok(Self { pressed })
+    }
+
+    /// Whether it was pressed; asking forgets it.
+    pub fn take(&self) -> bool {
+        self.pressed.swap(false, Ordering::Relaxed)
+    }
+
+    fn is_pressed(&self) -> bool {
+        self.pressed.load(Ordering::Relaxed)
+    }
+}
+
+/// What the user and the model's own files ask for.
+pub fn request(
+    args: &GenerateArgs,
+    defaults: &GenerationDefaults,
+    tokenizer: Option<&Tokenizer>,
+    prompt: Vec<i32>,
+) -> Request {
+    let sampled = defaults.do_sample == Some(true);
+    let of_model = |value: Option<f32>, otherwise: f32| match value {
+        Some(value) if sampled => value,
+        _ => otherwise,
+    };
+    let plain = Sampling::default();
+    let temperature = if sampled {
+        of_model(defaults.temperature, 1.0)
+    } else {
+        0.0
+    };
+    let sampling = Sampling {
+        temperature: args.temperature.unwrap_or(temperature),
+        top_p: args.top_p.unwrap_or(of_model(defaults.top_p, plain.top_p)),
+        min_p: args.min_p.unwrap_or(of_model(defaults.min_p, plain.min_p)),
+        top_k: args.top_k.unwrap_or(match defaults.top_k {
+            Some(k) if sampled => k,
+            _ => plain.top_k,
+        }),
+        seed: args.seed.unwrap_or_else(random_seed),
+    };
+    let limit = defaults.max_new_tokens.map(|n| n as usize);
+    Request {
+        prompt,
+        sampling,
+        max_tokens: args.max_tokens.or(limit).unwrap_or(DEFAULT_MAX_TOKENS),
+        stop_ids: match tokenizer {
+            Some(tokenizer) if !args.ignore_eos => tokenizer.eos_ids().to_vec(),
+            _ => Vec::new(),
+        },
+        stop: args.stop.clone(),
+        depth: args.depth,
+    }
+}
+
+fn random_seed() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |age| age.as_nanos() as u64)
+}
+
+/// Runs a request to its end, printing as it goes. Returns the tokens, the text and the rest.
+pub fn answer(
+    engine: &Engine,
+    request: Request,
+    mut printer: Option<&mut Printer>,
+    interrupt: &Interrupt,
+) -> Result<(Vec<i32>, String, Answer), CliError> {
+    let running = engine.submit(request)?;
+    let (mut ids, mut text) = (Vec::new(), String::new());
+    loop {
+        let event = running.next_event_or(std::time::Duration::from_millis(50));
+        if interrupt.is_pressed() {
+            running.cancel();
+        }
+        match event {
+            Ok(None) => {}
+            Ok(Some(Event::Token(token))) => {
+                if let Some(printer) = printer.as_deref_mut() {
+                    printer.token(&token)?;
+                }
+                ids.push(token.id);
+                text.push_str(&token.text);
+            }
+            Ok(Some(Event::Done(answer))) => {
+                if let Some(printer) = printer {
+                    printer.end(&answer.rest)?;
+                }
+                text.push_str(&answer.rest);
+                return Ok((ids, text, answer));
+            }
+            Ok(Some(Event::Failed(why))) => {
+                if let Some(printer) = printer {
+                    printer.end("")?;
+                }
+                return Err(CliError::Failure(format!("the answer broke off: {why}")));
+            }
+            Err(_) => return Err(CliError::Failure("the engine has stopped".to_owned())),
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! From arguments to a running engine.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use mlxhost::LoadError;
+use mlxhost::checkpoint::Checkpoint;
+use mlxhost::engine::{Engine, EngineConfig};
+use mlxhost::plugin::{DrafterSource, Registry};
+use mlxhost::text::{GenerationDefaults, GgufVocab, Tokenizer};
+
+use super::args::{GenerateArgs, PluginPaths};
+use super::error::CliError;
+
+/// The bundled target and its drafter, below a `models` directory.
+const BUNDLED_MODEL: &str = "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf";
+const BUNDLED_DRAFTER: &str = "smollm2-mtp/bf16";
+
+/// Shorter loads need no progress bar.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// Everything that answers need.
+pub struct Loaded {
+    pub engine: Engine,
+    pub tokenizer: Option<Arc<Tokenizer>>,
+    pub defaults: GenerationDefaults,
+}
+
+/// Loads what the user named.
+pub fn load(args: &GenerateArgs) -> Result<Loaded, CliError> {
+    let registry = registry(&args.plugins)?;
+    let (model, bundled) = match &args.model {
+        Some(path) => (path.clone(), false),
+        None => (bundled(BUNDLED_MODEL)?, true),
+    };
+    let checkpoint = Arc::new(Checkpoint::open(&model)?);
+    let tokenizer = tokenizer(&checkpoint, args.prompt_tokens.is_some())?.map(Arc::new);
+    let defaults = if model.is_dir() {
+        GenerationDefaults::from_dir(&model)?
+    } else {
+        GenerationDefaults::default()
+    };
+    let drafter = drafter(args, &registry, &checkpoint, bundled)?;
+    let bytes = checkpoint.bytes();
+    let config = EngineConfig {
+        checkpoint,
+        tokenizer: tokenizer.clone(),
+        drafter,
+    };
+    let bar = loading_bar(bytes);
+    let engine = Engine::start(config, {
+        let bar = bar.clone();
+        let started = Instant::now();
+        move |bytes| {
+            bar.inc(bytes);
+            if started.elapsed() > PATIENCE && bar.is_hidden() {
+                bar.set_draw_target(ProgressDrawTarget::stderr());
+            }
+        }
+    });
+    bar.finish_and_clear();
+    Ok(Loaded {
+        engine: engine?,
+        tokenizer,
+        defaults,
+    })
+}
+
+fn loading_bar(bytes: u64) -> ProgressBar {
+    // Hidden until the load has taken a while; on a pipe it stays hidden.
+    let bar = ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::hidden());
+    let style = ProgressStyle::with_template("loading {wide_bar} {bytes}/{total_bytes} {eta}");
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar
+}
+
+/// The plugins that the user's paths hold.
+pub fn registry(paths: &PluginPaths) -> Result<Registry, CliError> {
+    let search_path = std::env::var_os("MLXHOST_PLUGIN_PATH");
+    let registry = Registry::discover(&paths.plugin, &paths.plugin_dir, search_path.as_deref())?;
+    for refused in registry.refused() {
+        tracing::debug!("not a plugin: {refused}");
+    }
+    Ok(registry)
+}
+
+/// The model's tokenizer; a model without one can only continue token ids.
+pub fn tokenizer(checkpoint: &Checkpoint, optional: bool) -> Result<Option<Tokenizer>, LoadError> {
+    let path = checkpoint.path();
+    if let Some(metadata) = checkpoint.gguf() {
+        let vocab = GgufVocab::from_metadata(path, metadata)?;
+        return Tokenizer::from_gguf(path, vocab).map(Some);
+    }
+    if optional && !path.join("tokenizer.json").exists() {
+        return Ok(None);
+    }
+    Tokenizer::from_dir(path).map(Some)
+}
+
+/// What drafts, if anything.
+fn drafter(
+    args: &GenerateArgs,
+    registry: &Registry,
+    target: &Checkpoint,
+    bundled_model: bool,
+) -> Result<Option<DrafterSource>, CliError> {
+    if args.no_draft || args.depth == Some(0) {
+        return Ok(None);
+    }
+    if registry.found().is_empty() {
+        if args.drafter.is_none() {
+            return Ok(None);
+        }
+        return Err(CliError::input(
+            "a drafter was named, but no plugin\n  name one with --plugin PATH",
+        ));
+    }
+    let mut path = args.drafter.clone();
+    if path.is_none() && bundled_model {
+        // The bundled head goes with the bundled model, if a plugin for it is there.
+        let head = bundled(BUNDLED_DRAFTER)?;
+        let family = family(&head)?;
+        let serves = registry
+            .found()
+            .iter()
+            .any(|f| f.manifest().families.contains(&family));
+        path = serves.then_some(head);
+    }
+    let drafter = match &path {
+        Some(path) => Some((path.as_path(), family(path)?)),
+        None => None,
+    };
+    let target_type = model_type(target);
+    let choice = registry.choose(
+        drafter
+            .as_ref()
+            .map(|(path, family)| (*path, family.as_str())),
+        (target.path(), &target_type),
+    )?;
+    Ok(Some(DrafterSource {
+        library: choice.library,
+        checkpoint: choice.checkpoint,
+        options: args.drafter_option.clone(),
+    }))
+}
+
+/// The `model_type` of a checkpoint's config.
+fn model_type(checkpoint: &Checkpoint) -> String {
+    let value = checkpoint.config().get("model_type");
+    value
+        .and_then(|v| v.as_str())
+        .unwrap_or_default()
+        .to_owned()
+}
+
+fn family(drafter: &Path) -> Result<String, CliError> {
+    let checkpoint = Checkpoint::open(drafter)?;
+    match model_type(&checkpoint) {
+        family if family.is_empty() => {
+            Err(LoadError::malformed(drafter, "config.json names no model_type").into())
+        }
+        family => Ok(family),
+    }
+}
+
+/// A bundled file: in the source tree that the program was built in, or in the tree that it is
+/// installed in.
+fn bundled(file: &str) -> Result<PathBuf, CliError> {
+    let exe = std::env::current_exe().and_then(|exe| exe.canonicalize());
+    let exe = exe.map_err(|e| CliError::io("can't find the program's own directory", &e))?;
+    let places = ["models", "share/mlxhost/models"];
+    exe.ancestors()
+        .skip(1)
+        .take(4)
+        .flat_map(|dir| places.map(|place| dir.join(place).join(file)))
+        .find(|path| path.exists())
+        .ok_or_else(|| {
+            CliError::input(format!(
+                "no --model, and the bundled {file} is not there\n  `make model` fetches it, or name a model with --model PATH"
+            ))
+        })
+}

@@ -1,0 +1,38 @@
+//! The command line: arguments in, text and exit codes out.
+
+mod args;
+mod chat;
+mod error;
+mod eval;
+mod generate;
+mod load;
+mod log;
+mod output;
+mod plugins;
+mod prompt;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use args::{Args, Command};
+use error::CliError;
+
+/// Runs the program.
+pub fn main() -> ExitCode {
+    let args = Args::parse();
+    log::init();
+    let outcome = match &args.command {
+        None => generate::run(&args.generate),
+        Some(Command::Eval(eval)) => eval::run(eval),
+        Some(Command::Plugins(plugins)) => plugins::run(plugins),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(CliError::Interrupted) => ExitCode::from(130),
+        Err(error) => {
+            eprintln!("mlxhost: {error}");
+            ExitCode::from(error.code())
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! A drafter inside a group. Whatever it does wrong ends the drafting, never the answers.
+
+use std::rc::Rc;
+
+use plugin_api::abi::{Advance, DraftRequest, RawTensor};
+use plugin_api::{Result, RowSpec, Tap, Tensor};
+
+use crate::model::TargetHandle;
+use crate::plugin::{Draft, Drafter, Rows};
+
+/// The drafting of a group: going on, or given up.
+pub(super) struct Drafting {
+    rows: Option<Rows>,
+    drafter: Option<Rc<Drafter>>,
+}
+
+/// What happened to the rows since the last call, as lists per row.
+pub(super) struct Progress<'a> {
+    /// Processed tokens.
+    pub tokens: &'a [&'a [i32]],
+    /// The token that follows them.
+    pub next: &'a [i32],
+    /// How many of them were drafted.
+    pub accepted: &'a [u32],
+    /// The requested taps of the pass that processed them.
+    pub taps: &'a [Tensor],
+}
+
+impl Drafting {
+    /// Without a drafter: plain decoding.
+    pub fn none() -> Self {
+        Self {
+            rows: None,
+            drafter: None,
+        }
+    }
+
+    /// Opens rows for a new group.
+    pub fn open(drafter: &Rc<Drafter>, target: &Rc<TargetHandle>, specs: &[RowSpec]) -> Self {
+        let mut drafting = Self {
+            rows: None,
+            drafter: Some(drafter.clone()),
+        };
+        let rows = drafter.open(target, specs);
+        drafting.rows = drafting.survive(rows);
+        drafting
+    }
+
+    /// The plugin that drafts, if one still does.
+    pub fn plugin(&self) -> Option<&str> {
+        self.rows.as_ref().map(|rows| rows.drafter().plugin())
+    }
+
+    /// The taps that every pass must take for the drafter.
+    pub fn taps(&self) -> Vec<Tap> {
+        self.rows
+            .as_ref()
+            .map_or_else(Vec::new, |rows| rows.drafter().taps().to_vec())
+    }
+
+    /// The depth for a row that asks for `wanted` (none: the drafter's own), 0 without a drafter.
+    pub fn depth(&self, wanted: Option<u32>) -> u32 {
+        self.rows.as_ref().map_or(0, |rows| {
+            let drafter = rows.drafter();
+            wanted
+                .unwrap_or(drafter.default_depth())
+                .min(drafter.max_depth())
+        })
+    }
+
+    /// Gives up on the drafter, with one warning, when a call failed.
+    fn survive<T>(&mut self, outcome: Result<T>) -> Option<T> {
+        match outcome {
+            Ok(value) => Some(value),
+            Err(error) => {
+                self.give_up(error.message());
+                None
+            }
+        }
+    }
+
+    /// Stops drafting and says why.
+    pub fn give_up(&mut self, why: &str) {
+        if let Some(drafter) = self.drafter.take() {
+            let plugin = drafter.plugin();
+            tracing::warn!("plugin {plugin}: {why}; going on without drafts");
+        }
+        self.rows = None;
+    }
+
+    /// Runs a call on the rows, if there are any; an error ends the drafting.
+    fn call<T>(&mut self, body: impl FnOnce(&mut Rows) -> Result<T>) -> Option<T> {
+        let outcome = body(self.rows.as_mut()?);
+        self.survive(outcome)
+    }
+
+    /// A draft; none without a drafter or when nothing was drafted.
+    pub fn draft(&mut self, depths: &[u32], pending: &[i32], positions: &[u32]) -> Option<Draft> {
+        if depths.iter().all(|&depth| depth == 0) {
+            return None;
+        }
+        let request = DraftRequest {
+            depths: depths.into(),
+            pending: pending.into(),
+            positions: positions.into(),
+        };
+        self.call(|rows| rows.draft(&request))
+            .filter(|draft| draft.ids.is_some())
+    }
+
+    /// A part of the prompts was processed.
+    pub fn prefill(&mut self, progress: &Progress<'_>) {
+        self.call(|rows| with_advance(progress, |advance| rows.prefill(advance)));
+    }
+
+    /// A round has kept these tokens.
+    pub fn commit(&mut self, progress: &Progress<'_>) {
+        self.call(|rows| with_advance(progress, |advance| rows.commit(advance)));
+    }
+
+    /// Keeps the given rows.
+    pub fn filter(&mut self, keep: &[u32]) {
+        self.call(|rows| rows.filter(keep));
+    }
+}
+
+/// Lends the progress as the boundary carries it.
+fn with_advance<T>(progress: &Progress<'_>, body: impl FnOnce(&Advance<'_>) -> T) -> T {
+    let lens: Vec<u32> = progress.tokens.iter().map(|t| t.len() as u32).collect();
+    let tokens: Vec<i32> = progress.tokens.concat();
+    let taps: Vec<RawTensor> = progress.taps.iter().map(Tensor::raw).collect();
+    body(&Advance {
+        lens: lens.as_slice().into(),
+        tokens: tokens.as_slice().into(),
+        next: progress.next.into(),
+        taps: taps.as_slice().into(),
+        accepted: progress.accepted.into(),
+    })
+}

@@ -1,0 +1,16 @@
+//! Decoding: requests in, tokens out, drafted for where a drafter is mounted.
+//!
+//! One engine thread owns MLX and calls plugins; everything else talks to it through [`Engine`].
+
+mod drafting;
+mod group;
+mod request;
+mod round;
+mod row;
+mod stats;
+mod thread;
+
+pub use group::Group;
+pub use request::{Answer, Event, Finish, Request, RequestError, Token};
+pub use stats::{Round, Stats};
+pub use thread::{Engine, EngineConfig, EngineError, Running};

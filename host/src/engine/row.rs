@@ -1,0 +1,129 @@
+//! One request inside a group.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::time::Instant;
+
+use crate::text::{TextStream, Tokenizer};
+
+use super::request::{Answer, Event, Finish, Request, Token};
+use super::stats::Stats;
+
+/// A request while it is served.
+pub(super) struct Row {
+    pub request: Request,
+    pub stats: Stats,
+    /// Tokens that the target's caches hold.
+    pub processed: usize,
+    /// The last delivered token, which the target has not processed yet.
+    pub pending: i32,
+    stream: Option<TextStream>,
+    events: Sender<Event>,
+    cancel: Arc<AtomicBool>,
+    started: Instant,
+    first_token: Option<Instant>,
+}
+
+/// How much of a round's tokens was delivered.
+pub(super) struct Delivered {
+    /// How many tokens, at least one.
+    pub count: usize,
+    /// Why the answer ends with them, if it does.
+    pub finish: Option<Finish>,
+}
+
+impl Row {
+    pub fn new(
+        request: Request,
+        tokenizer: Option<Arc<Tokenizer>>,
+        events: Sender<Event>,
+        cancel: Arc<AtomicBool>,
+    ) -> Self {
+        let stats = Stats {
+            prompt_tokens: request.prompt.len(),
+            ..Stats::default()
+        };
+        let stops = request.stop.clone();
+        Self {
+            stream: tokenizer.map(|tokenizer| TextStream::new(tokenizer, stops, true)),
+            request,
+            stats,
+            processed: 0,
+            pending: 0,
+            events,
+            cancel,
+            started: Instant::now(),
+            first_token: None,
+        }
+    }
+
+    /// Tokens that may still be generated.
+    pub fn remaining(&self) -> usize {
+        self.request.max_tokens.saturating_sub(self.stats.tokens)
+    }
+
+    pub fn is_cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Relaxed)
+    }
+
+    /// Delivers a round's tokens up to the end of the answer; the first `drafted` of them came from
+    /// the drafter. The last delivered one becomes the pending token.
+    pub fn deliver(&mut self, tokens: &[i32], drafted: usize) -> Delivered {
+        self.first_token.get_or_insert_with(Instant::now);
+        let mut finish = None;
+        let mut count = 0;
+        for (index, &id) in tokens.iter().enumerate() {
+            let mut text = String::new();
+            let ends = self.request.stop_ids.contains(&id);
+            if let Some(stream) = self.stream.as_mut().filter(|_| !ends) {
+                let piece = stream.push(id);
+                text = piece.text;
+                if piece.stopped {
+                    finish = Some(Finish::Stop);
+                }
+            }
+            count += 1;
+            self.stats.tokens += 1;
+            self.pending = id;
+            // A receiver that is gone cancels the request at the next round.
+            let token = Token {
+                id,
+                text,
+                drafted: index < drafted,
+            };
+            if self.events.send(Event::Token(token)).is_err() {
+                self.cancel.store(true, Ordering::Relaxed);
+            }
+            if ends {
+                finish = Some(Finish::Stop);
+            } else if finish.is_none() && self.remaining() == 0 {
+                finish = Some(Finish::Length);
+            }
+            if finish.is_some() {
+                break;
+            }
+        }
+        Delivered { count, finish }
+    }
+
+    /// Ends the answer.
+    pub fn finish(mut self, finish: Finish, drafter: Option<&str>) {
+        let rest = self.stream.as_mut().map(TextStream::finish);
+        let now = Instant::now();
+        let first = self.first_token.unwrap_or(now);
+        self.stats.prefill = first - self.started;
+        self.stats.decode = now - first;
+        self.stats.drafter = drafter.map(str::to_owned);
+        let _ = self.events.send(Event::Done(Answer {
+            finish,
+            rest: rest.unwrap_or_default(),
+            stats: self.stats,
+        }));
+    }
+
+    /// Ends the request without an answer.
+    pub fn fail(self, why: &str) {
+        let _ = self.events.send(Event::Failed(why.to_owned()));
+    }
+}

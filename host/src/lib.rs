@@ -1,0 +1,13 @@
+//! The engine of `mlxhost`: language models on MLX, made faster by speculative decoding through
+//! plugins. `docs/` describes the architecture.
+
+pub mod backend;
+pub mod checkpoint;
+pub mod engine;
+mod error;
+pub mod model;
+pub mod paths;
+pub mod plugin;
+pub mod text;
+
+pub use error::{LoadError, LoadErrorKind};

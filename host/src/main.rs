@@ -1,0 +1,7 @@
+//! The program. `mlxhost --help` teaches it.
+
+mod cli;
+
+fn main() -> std::process::ExitCode {
+    cli::main()
+}

@@ -1,0 +1,151 @@
+//! Target models: from a checkpoint to logits, for `B` ragged rows.
+//!
+//! [`Model::load`] picks the architecture by `model_type`; each has a file of its own that turns a
+//! config and weights into a [`Decoder`].
+
+mod decoder;
+mod llama;
+mod qwen3;
+mod qwen3_5;
+mod view;
+
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use plugin_api::abi::FaultCode;
+use plugin_api::layers::{LayerCache, Step};
+use plugin_api::{Result, Tap, TargetFacts, Tensor, Weights};
+
+use crate::backend;
+use crate::checkpoint::Checkpoint;
+use crate::error::LoadError;
+
+use decoder::Decoder;
+pub use decoder::Pass;
+pub use view::TargetHandle;
+
+/// The `model_type`s that can be targets.
+pub const FAMILIES: &[&str] = &["llama", "qwen3", "qwen3_5"];
+
+/// A target model with its weights. Lives on the engine thread.
+pub struct Model {
+    decoder: Decoder,
+    facts: TargetFacts,
+    weight_bytes: u64,
+}
+
+impl Model {
+    /// Reads a model. `vocabulary` is the digest of its token table, where it has a tokenizer.
+    ///
+    /// # Errors
+    /// The architecture is not supported, the config lacks a key or a tensor is missing or has
+    /// another shape than the config says.
+    pub fn load(
+        checkpoint: Arc<Checkpoint>,
+        vocabulary: Option<String>,
+    ) -> std::result::Result<Self, LoadError> {
+        let path = checkpoint.path().to_owned();
+        Self::build(checkpoint, vocabulary).map_err(|e| model_error(&path, &e))
+    }
+
+    fn build(checkpoint: Arc<Checkpoint>, vocabulary: Option<String>) -> Result<Self> {
+        let name = checkpoint.path().to_string_lossy().into_owned();
+        let is_gguf = checkpoint.gguf().is_some();
+        let checkpoint = Rc::new(backend::share_checkpoint(checkpoint));
+        let config = checkpoint.config()?;
+        let model_type = config.str("model_type")?.to_owned();
+        // A GGUF file mixes element types; what llama.cpp computes with is f32.
+        let weights = Weights::new(checkpoint);
+        let weights = if is_gguf {
+            weights.with_dtype(plugin_api::DType::F32)
+        } else {
+            weights
+        };
+        let (family, decoder) = match model_type.as_str() {
+            "llama" => ("llama", llama::build(&config, &weights)?),
+            "qwen3" => ("qwen3", qwen3::build(&config, &weights)?),
+            "qwen3_5" | "qwen3_5_text" => ("qwen3_5", qwen3_5::build(&config, &weights)?),
+            other => {
+                let problem = format!("is {other:?}; supported: {}", FAMILIES.join(", "));
+                return Err(config.error("model_type", problem));
+            }
+        };
+        let tensors = decoder.tensors();
+        Tensor::eval_all(&tensors)?;
+        let weight_bytes = tensors.iter().map(|t| bytes(t)).sum();
+        let facts = TargetFacts {
+            name,
+            model_type: family.to_owned(),
+            hidden_size: decoder.hidden(),
+            layers: decoder.layers(),
+            vocab_size: decoder.vocab(),
+            dtype: decoder.dtype(),
+            vocabulary,
+        };
+        Ok(Self {
+            decoder,
+            facts,
+            weight_bytes,
+        })
+    }
+
+    /// What the pairing gate compares.
+    pub fn facts(&self) -> &TargetFacts {
+        &self.facts
+    }
+
+    /// Bytes of weights in memory.
+    pub fn weight_bytes(&self) -> u64 {
+        self.weight_bytes
+    }
+
+    /// Empty caches, one per layer.
+    pub fn new_caches(&self) -> Vec<LayerCache> {
+        self.decoder.new_caches()
+    }
+
+    /// Runs `ids` `[B, T]` i32 through all layers.
+    ///
+    /// # Errors
+    /// A tap is outside the model, or an op failed; the caches must not be used any more then.
+    pub fn forward(
+        &self,
+        ids: &Tensor,
+        step: &Step,
+        caches: &mut [LayerCache],
+        taps: &[Tap],
+    ) -> Result<Pass> {
+        self.decoder.forward(ids, step, caches, taps)
+    }
+
+    /// The head: `[.., hidden]` after the final norm to `[.., vocabulary]`.
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.decoder.logits(hidden)
+    }
+
+    /// Whether [`Model::forward`] knows the tap.
+    pub fn has_tap(&self, tap: Tap) -> bool {
+        (Tap::FINAL.point..self.facts.layers).contains(&tap.point)
+    }
+}
+
+/// Bytes of a tensor's elements.
+fn bytes(tensor: &Tensor) -> u64 {
+    let count: u64 = tensor.shape().iter().map(|&n| n as u64).product();
+    count * tensor.dtype().size().unwrap_or(0) as u64
+}
+
+/// An error of the layers, which names the path already, as the library's own.
+fn model_error(path: &Path, error: &plugin_api::Error) -> LoadError {
+    let shown = path.display().to_string();
+    let message = error.message();
+    let message = message
+        .strip_prefix(&shown)
+        .map_or(message, |rest| rest.trim_start_matches([':', ' ', '/']));
+    if error.code() == FaultCode::FAILED {
+        LoadError::failed(path, message)
+    } else {
+        LoadError::malformed(path, message)
+    }
+}

@@ -1,0 +1,161 @@
+//! Qwen3.5, dense: Gated DeltaNet layers with a gated full attention every few.
+//!
+//! Three layouts are read: converted for MLX (`language_model.` before everything), raw
+//! (`model.language_model.`), and raw text-only (`model.`). The raw ones store most norms minus one.
+
+use plugin_api::layers::{AttentionConfig, DecoderLayer, GatedDeltaConfig, Rope};
+use plugin_api::{Config, Result, Weights};
+
+use super::decoder::{Decoder, Sizes};
+use super::llama::tied;
+
+pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
+    let text = config.section("text_config")?;
+    let text = text.as_ref().unwrap_or(config);
+    let layout = Layout::find(w);
+    let hidden = text.size("hidden_size")?;
+    let eps = text.float("rms_norm_eps")?;
+    let heads = text.size("num_attention_heads")?;
+    // Engines disagree on the default of each of these.
+    let head_dim = text.size("head_dim")?;
+    let kv_heads = text.size("num_key_value_heads")?;
+    if heads % kv_heads != 0 {
+        let problem = format!("is {kv_heads}, not a divisor of {heads} heads");
+        return Err(text.error("num_key_value_heads", problem));
+    }
+    if text.opt_bool("attn_output_gate")? == Some(false) {
+        return Err(text.error("attn_output_gate", "is false, which is not supported"));
+    }
+    let attention = AttentionConfig {
+        hidden,
+        heads,
+        kv_heads,
+        head_dim,
+        rope: Rope::from_config(text, head_dim)?,
+        qk_norm: Some(eps),
+        gated: true,
+    };
+    let delta = GatedDeltaConfig {
+        hidden,
+        key_heads: text.size("linear_num_key_heads")?,
+        value_heads: text.size("linear_num_value_heads")?,
+        key_dim: text.size("linear_key_head_dim")?,
+        value_dim: text.size("linear_value_head_dim")?,
+        kernel: text.size("linear_conv_kernel_dim")?,
+        eps,
+    };
+    if delta.value_heads % delta.key_heads != 0 {
+        let problem = format!("is {}, not a divisor of the value heads", delta.key_heads);
+        return Err(text.error("linear_num_key_heads", problem));
+    }
+    let intermediate = text.size("intermediate_size")?;
+    let kinds = layer_kinds(text)?;
+    let raw = layout.is_raw(w, &kinds);
+    let model = layout.model.with_norm_offset(if raw { 1.0 } else { 0.0 });
+    let layers = (0..)
+        .zip(&kinds)
+        .map(|(i, kind)| {
+            let w = model.child("layers").child(i);
+            match kind {
+                Kind::Full => DecoderLayer::attention(&w, attention.clone(), intermediate, eps),
+                Kind::Linear => DecoderLayer::delta(&w, delta, intermediate, eps),
+            }
+        })
+        .collect::<Result<_>>()?;
+    let sizes = Sizes {
+        hidden,
+        vocab: text.size("vocab_size")?,
+        eps,
+        tied: match text.opt_bool("tie_word_embeddings")? {
+            Some(tied) => tied,
+            None => tied(config, &layout.head)?,
+        },
+    };
+    Decoder::load(&model, &layout.head, sizes, layers)
+}
+
+/// Where a checkpoint keeps its text model.
+struct Layout {
+    /// `embed_tokens`, `layers`, `norm`.
+    model: Weights,
+    /// `lm_head`.
+    head: Weights,
+}
+
+impl Layout {
+    fn find(w: &Weights) -> Self {
+        let probe = |w: &Weights| w.child("embed_tokens").contains("weight");
+        let converted = w.child("language_model");
+        if probe(&converted.child("model")) {
+            return Self {
+                model: converted.child("model"),
+                head: converted,
+            };
+        }
+        let raw = w.child("model").child("language_model");
+        let model = if probe(&raw) { raw } else { w.child("model") };
+        Self {
+            model,
+            head: w.clone(),
+        }
+    }
+
+    /// Whether norms are stored minus one: a raw file has its convolutions as `[C, 1, K]`. (The
+    /// presence of `mtp.*` says nothing: converted files may carry them too.)
+    fn is_raw(&self, w: &Weights, kinds: &[Kind]) -> bool {
+        match kinds.iter().position(|kind| *kind == Kind::Linear) {
+            Some(layer) => {
+                let layer = self.model.child("layers").child(layer);
+                let conv = layer.child("linear_attn").child("conv1d").tensor("weight");
+                conv.is_ok_and(|conv| conv.dim(-1) != 1)
+            }
+            // Without a convolution the prefix has to tell.
+            None => !w
+                .child("language_model")
+                .child("model")
+                .contains("norm.weight"),
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Linear,
+    Full,
+}
+
+/// The kind of every layer: listed, or one full attention per interval.
+fn layer_kinds(text: &Config) -> Result<Vec<Kind>> {
+    let count = text.size("num_hidden_layers")?;
+    let Some(listed) = text.get("layer_types") else {
+        let interval = text.size("full_attention_interval")?;
+        return Ok((1..=count)
+            .map(|i| {
+                if i % interval == 0 {
+                    Kind::Full
+                } else {
+                    Kind::Linear
+                }
+            })
+            .collect());
+    };
+    let kinds: Option<Vec<_>> = listed.as_array().and_then(|items| {
+        items
+            .iter()
+            .map(|item| match item.as_str()? {
+                "linear_attention" => Some(Kind::Linear),
+                "full_attention" => Some(Kind::Full),
+                _ => None,
+            })
+            .collect()
+    });
+    match kinds {
+        Some(kinds) if kinds.len() == count as usize => Ok(kinds),
+        _ => {
+            let expected = format!(
+                "must list {count} times linear_attention or full_attention, as num_hidden_layers says"
+            );
+            Err(text.error("layer_types", expected))
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! A loaded drafter, as the host sees it.
+
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use abi_stable::std_types::Tuple2;
+use plugin_api::abi::{
+    FaultCode, LoadRequest, OpenRequest, PluginModuleRef, RawProvider, RowSpec, Tap,
+};
+use plugin_api::{Error, Result};
+
+use super::library::Library;
+use super::rows::Rows;
+use crate::backend;
+use crate::error::LoadError;
+use crate::model::{Model, TargetHandle};
+
+/// The deepest draft a host asks for, whatever a plugin claims.
+const MAX_DEPTH: u32 = 256;
+
+/// Everything that makes a drafter; can be sent to the engine thread.
+#[derive(Clone)]
+pub struct DrafterSource {
+    /// The plugin.
+    pub library: Arc<Library>,
+    /// Its checkpoint, for families that have one.
+    pub checkpoint: Option<PathBuf>,
+    /// `--drafter-option` pairs.
+    pub options: Vec<(String, String)>,
+}
+
+/// A drafter that a plugin has made. Lives on the engine thread; its rows keep it alive.
+pub struct Drafter {
+    raw: RawProvider,
+    plugin: String,
+    name: String,
+    taps: Vec<Tap>,
+    default_depth: u32,
+    max_depth: u32,
+    /// Declared last: the tables above point into it.
+    _library: Option<Arc<Library>>,
+}
+
+impl Drop for Drafter {
+    fn drop(&mut self) {
+        self.raw.table.drop()(self.raw.this);
+    }
+}
+
+impl Drafter {
+    /// Lets the plugin read its checkpoint, and checks what it says of itself against the target.
+    ///
+    /// # Errors
+    /// The plugin refuses (its message), or claims what the target does not have.
+    pub fn load(source: &DrafterSource, target: &Model) -> Result<Rc<Self>, LoadError> {
+        let plugin = source.library.manifest().name.clone();
+        let about = source
+            .checkpoint
+            .as_deref()
+            .unwrap_or(source.library.path());
+        let raw = load_raw(
+            source.library.module(),
+            source.checkpoint.as_deref(),
+            &source.options,
+        );
+        let drafter =
+            raw.and_then(|raw| Self::admit(raw, plugin.clone(), Some(source.library.clone())));
+        drafter
+            .and_then(|drafter| drafter.pair(target).map(|()| Rc::new(drafter)))
+            .map_err(|error| refused(about, &plugin, &error))
+    }
+
+    /// A drafter of a plugin that is linked into this program: for benchmarks.
+    ///
+    /// # Errors
+    /// As [`Drafter::load`], as the plugin's own error.
+    pub fn from_module(
+        module: PluginModuleRef,
+        plugin: &str,
+        checkpoint: Option<&Path>,
+        target: &Model,
+    ) -> Result<Rc<Self>> {
+        let raw = load_raw(module, checkpoint, &[])?;
+        let drafter = Self::admit(raw, plugin.to_owned(), None)?;
+        drafter.pair(target)?;
+        Ok(Rc::new(drafter))
+    }
+
+    fn admit(raw: RawProvider, plugin: String, library: Option<Arc<Library>>) -> Result<Self> {
+        let mut drafter = Self {
+            raw,
+            name: plugin.clone(),
+            plugin,
+            taps: Vec::new(),
+            default_depth: 0,
+            max_depth: 0,
+            _library: library,
+        };
+        let info = raw.table.info()(raw.this).into_result()?;
+        if info.max_depth == 0 || info.taps.len() > 64 {
+            return Err(Error::failed("it says that it cannot draft"));
+        }
+        drafter.name = crate::text::one_line(&info.name);
+        drafter.taps = info.taps.into();
+        drafter.max_depth = info.max_depth.min(MAX_DEPTH);
+        drafter.default_depth = info.default_depth.clamp(1, drafter.max_depth);
+        Ok(drafter)
+    }
+
+    /// The pairing gate.
+    fn pair(&self, target: &Model) -> Result<()> {
+        if let Some(tap) = self.taps.iter().find(|tap| !target.has_tap(**tap)) {
+            let facts = target.facts();
+            return Err(Error::mismatch(format!(
+                "it wants the output of layer {}, target {} has {} layers",
+                tap.point, facts.name, facts.layers
+            )));
+        }
+        let facts = target.facts();
+        self.raw.table.pair()(self.raw.this, &facts.as_abi()).into_result()?;
+        Ok(())
+    }
+
+    /// A group of rows for requests that start now.
+    ///
+    /// # Errors
+    /// The plugin's.
+    pub fn open(self: &Rc<Self>, target: &Rc<TargetHandle>, specs: &[RowSpec]) -> Result<Rows> {
+        let request = OpenRequest {
+            target: target.raw(),
+            facts: target.model().facts().as_abi(),
+            rows: specs.into(),
+        };
+        let raw = self.raw.table.open()(self.raw.this, &request).into_result()?;
+        Ok(Rows::new(raw, self.clone(), target.clone()))
+    }
+
+    /// The plugin's name.
+    pub fn plugin(&self) -> &str {
+        &self.plugin
+    }
+
+    /// The drafter's own name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The taps it wants with every advance.
+    pub fn taps(&self) -> &[Tap] {
+        &self.taps
+    }
+
+    /// The depth to use when the user names none.
+    pub fn default_depth(&self) -> u32 {
+        self.default_depth
+    }
+
+    /// The largest depth it can draft.
+    pub fn max_depth(&self) -> u32 {
+        self.max_depth
+    }
+}
+
+fn load_raw(
+    module: PluginModuleRef,
+    checkpoint: Option<&Path>,
+    options: &[(String, String)],
+) -> Result<RawProvider> {
+    let path = match checkpoint.map(|path| (path, path.to_str())) {
+        None => None,
+        Some((_, Some(text))) => Some(text),
+        Some((path, None)) => {
+            let shown = path.display();
+            return Err(Error::invalid(format!(
+                "{shown}: drafter paths must be valid UTF-8"
+            )));
+        }
+    };
+    let options: Vec<_> = options
+        .iter()
+        .map(|(key, value)| Tuple2(key.as_str().into(), value.as_str().into()))
+        .collect();
+    let request = LoadRequest {
+        drafter: path.map(Into::into).into(),
+        options: options.as_slice().into(),
+    };
+    let raw = module.load()(backend::api(), &request).into_result();
+    raw.map_err(Error::from)
+}
+
+/// The plugin's refusal as an error about the drafter.
+fn refused(about: &Path, plugin: &str, error: &Error) -> LoadError {
+    let shown = about.display().to_string();
+    let message = error.message();
+    let message = message
+        .strip_prefix(&shown)
+        .map_or(message, |rest| rest.trim_start_matches([':', ' ', '/']));
+    let what = format!("plugin {plugin}: {message}");
+    match error.code() {
+        FaultCode::MISMATCH => {
+            LoadError::mismatch(about, what).remedy("use the drafter that was made for this target")
+        }
+        FaultCode::UNSUPPORTED => LoadError::unsupported(about, what),
+        FaultCode::INVALID => LoadError::malformed(about, what),
+        _ => LoadError::failed(about, what),
+    }
+}

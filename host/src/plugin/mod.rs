@@ -1,0 +1,17 @@
+//! Plugins: found, checked and loaded; and the drafters they make.
+//!
+//! A library passes four gates before it drafts: its [`Manifest`] is read without running it, its
+//! version compared, its table layouts checked, and its drafter paired with the target.
+
+mod drafter;
+mod gate;
+mod library;
+mod manifest;
+mod registry;
+mod rows;
+
+pub use drafter::{Drafter, DrafterSource};
+pub use library::Library;
+pub use manifest::{Manifest, PluginFile};
+pub use registry::{Choice, Registry};
+pub use rows::{Draft, Rows};

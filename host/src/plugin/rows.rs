@@ -1,0 +1,124 @@
+//! A group of rows that a plugin drafts for. Nothing that comes back is believed unchecked.
+
+use std::rc::Rc;
+
+use plugin_api::abi::{Advance, DType, DraftRequest, Fault, RawRows};
+use plugin_api::{Error, Result, Tensor};
+
+use super::drafter::Drafter;
+use crate::model::TargetHandle;
+
+/// A group of rows. Any error means that the group is of no use any more.
+pub struct Rows {
+    raw: RawRows,
+    drafter: Rc<Drafter>,
+    /// The plugin holds pointers to it.
+    _target: Rc<TargetHandle>,
+}
+
+impl Drop for Rows {
+    fn drop(&mut self) {
+        self.raw.table.drop()(self.raw.this);
+    }
+}
+
+/// A checked draft: shapes and lengths are right, ids are not yet known.
+pub struct Draft {
+    /// `[B, W]` i32, `W` the largest of `lens`; none when no row drafted.
+    pub ids: Option<Tensor>,
+    /// Proposed tokens per row, at most what was asked for.
+    pub lens: Vec<u32>,
+}
+
+impl Rows {
+    pub(super) fn new(raw: RawRows, drafter: Rc<Drafter>, target: Rc<TargetHandle>) -> Self {
+        Self {
+            raw,
+            drafter,
+            _target: target,
+        }
+    }
+
+    /// The drafter they belong to.
+    pub fn drafter(&self) -> &Rc<Drafter> {
+        &self.drafter
+    }
+
+    /// A part of the prompt was processed.
+    pub fn prefill(&mut self, advance: &Advance<'_>) -> Result<()> {
+        self.raw.table.prefill()(self.raw.this, advance)
+            .into_result()
+            .map_err(fault)
+    }
+
+    /// Exactly these tokens are kept.
+    pub fn commit(&mut self, advance: &Advance<'_>) -> Result<()> {
+        self.raw.table.commit()(self.raw.this, advance)
+            .into_result()
+            .map_err(fault)
+    }
+
+    /// Asks for drafts and checks all but the ids.
+    pub fn draft(&mut self, request: &DraftRequest<'_>) -> Result<Draft> {
+        let reply = self.raw.table.draft()(self.raw.this, request)
+            .into_result()
+            .map_err(fault)?;
+        // SAFETY: the ABI hands the ids over, null or a live handle.
+        let ids = unsafe { Tensor::from_raw(reply.ids) };
+        let (depths, lens) = (request.depths.as_slice(), reply.lens.as_slice());
+        if lens.len() != depths.len() {
+            let problem = format!(
+                "drafted for {} rows, asked for {}",
+                lens.len(),
+                depths.len()
+            );
+            return Err(Error::failed(problem));
+        }
+        if let Some((&len, &depth)) = lens.iter().zip(depths).find(|(len, depth)| len > depth) {
+            return Err(Error::failed(format!(
+                "drafted {len} tokens, asked for {depth}"
+            )));
+        }
+        let width = lens.iter().copied().max().unwrap_or(0) as i32;
+        if width == 0 {
+            let lens = lens.to_vec();
+            return Ok(Draft { ids: None, lens });
+        }
+        let ids =
+            ids.ok_or_else(|| Error::failed(format!("drafted {width} tokens without ids")))?;
+        let shape = ids.shape();
+        if ids.dtype() != DType::I32
+            || shape.len() != 2
+            || shape[0] != lens.len() as i32
+            || shape[1] < width
+        {
+            let expected = format!("[{}, {width}] I32", lens.len());
+            return Err(Error::failed(format!(
+                "drafted ids {ids:?}, expected {expected}"
+            )));
+        }
+        Ok(Draft {
+            ids: Some(ids.slice(1, 0, width)?),
+            lens: lens.to_vec(),
+        })
+    }
+
+    /// Keeps the given rows, strictly ascending.
+    pub fn filter(&mut self, keep: &[u32]) -> Result<()> {
+        self.raw.table.filter_rows()(self.raw.this, keep.into())
+            .into_result()
+            .map_err(fault)?;
+        let count = self.raw.table.row_count()(self.raw.this) as usize;
+        if count == keep.len() {
+            Ok(())
+        } else {
+            let problem = format!("has {count} rows after keeping {}", keep.len());
+            Err(Error::failed(problem))
+        }
+    }
+}
+
+/// A fault's message on one line: it is shown to the user.
+fn fault(fault: Fault) -> Error {
+    Error::new(fault.code, crate::text::one_line(&fault.message))
+}

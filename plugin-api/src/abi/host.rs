@@ -1,0 +1,174 @@
+//! What the host offers to a plugin: the op table, checkpoints and the log.
+
+use std::ffi::c_void;
+
+use abi_stable::StableAbi;
+use abi_stable::std_types::{ROption, RSlice, RSliceMut, RStr, RString, RVec};
+
+use super::types::{
+    AttentionMask, BinaryOp, DType, LogLevel, RawTensor, ReduceOp, Reply, TensorInfo, UnaryOp,
+};
+
+/// An open checkpoint owned by the host, as an opaque handle.
+#[repr(transparent)]
+#[derive(StableAbi, Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawCheckpoint(pub *mut c_void);
+
+/// The inputs of one [`HostApi::gated_delta`] call; all borrowed.
+#[repr(C)]
+#[derive(StableAbi, Clone, Copy, Debug)]
+pub struct GatedDelta {
+    /// Queries `[B, T, Hk, Dk]`, normalised and scaled.
+    pub q: RawTensor,
+    /// Keys `[B, T, Hk, Dk]`, normalised.
+    pub k: RawTensor,
+    /// Values `[B, T, Hv, Dv]`; value head `h` uses key head `h / (Hv / Hk)`.
+    pub v: RawTensor,
+    /// Decay in (0, 1], `[B, T, Hv]`, f32.
+    pub decay: RawTensor,
+    /// Step size, `[B, T, Hv]`.
+    pub beta: RawTensor,
+    /// State before the first step, `[B, Hv, Dv, Dk]`, f32.
+    pub state: RawTensor,
+    /// Whether the state after every step is wanted, or only the last one.
+    pub every_state: bool,
+}
+
+/// The host's table. Valid for the life of the process.
+///
+/// Unless a slot says otherwise: tensor arguments are borrowed; a returned tensor is owned by the
+/// caller, who gives it back with `drop_tensor`; null means failure, and `take_error` then tells
+/// why. Ops are lazy: a failure that depends on values shows at `eval` or `read`. Shapes and dtypes
+/// are checked at the call. Negative axes count from the end. Since 1.0.
+#[repr(C)]
+#[derive(StableAbi)]
+#[sabi(kind(Prefix(prefix_ref = HostApiRef)))]
+#[sabi(missing_field(panic))]
+pub struct HostApi {
+    /// The message of the last failed op on this thread, which it clears.
+    pub take_error: extern "C" fn() -> RString,
+    /// Writes a line to the host's log. `target` names the plugin.
+    pub log: extern "C" fn(level: LogLevel, target: RStr<'_>, message: RStr<'_>),
+    /// Bytes of tensor memory now in use by the process.
+    pub memory_used: extern "C" fn() -> u64,
+
+    /// Another handle to the same tensor.
+    pub clone_tensor: extern "C" fn(RawTensor) -> RawTensor,
+    /// Gives a handle back. Null is ignored.
+    pub drop_tensor: extern "C" fn(RawTensor),
+    /// Writes dtype and shape. Returns false when the rank exceeds [`super::MAX_RANK`].
+    pub tensor_info: extern "C" fn(RawTensor, &mut TensorInfo) -> bool,
+
+    /// A tensor from row-major bytes, which are copied.
+    pub from_bytes: extern "C" fn(RSlice<'_, u8>, RSlice<'_, i32>, DType) -> RawTensor,
+    /// A tensor filled with one value.
+    pub full: extern "C" fn(RSlice<'_, i32>, f32, DType) -> RawTensor,
+    /// `start, start + 1, … stop - 1` as `[stop - start]` i32.
+    pub arange: extern "C" fn(start: i32, stop: i32) -> RawTensor,
+
+    /// Computes the given tensors; with `wait` false it only starts to. False on failure.
+    pub eval: extern "C" fn(RSlice<'_, RawTensor>, wait: bool) -> bool,
+    /// Computes one tensor, casts it to `dtype` and copies it out, row-major. The buffer must have
+    /// exactly the right size. False on failure.
+    pub read: extern "C" fn(RawTensor, DType, RSliceMut<'_, u8>) -> bool,
+
+    /// Converts elements.
+    pub astype: extern "C" fn(RawTensor, DType) -> RawTensor,
+    /// Same elements, another shape; one axis may be -1.
+    pub reshape: extern "C" fn(RawTensor, RSlice<'_, i32>) -> RawTensor,
+    /// Permutes the axes.
+    pub transpose: extern "C" fn(RawTensor, RSlice<'_, i32>) -> RawTensor,
+    /// Repeats axes of length 1 (and new leading ones) to the given shape.
+    pub broadcast_to: extern "C" fn(RawTensor, RSlice<'_, i32>) -> RawTensor,
+    /// Joins along an axis.
+    pub concat: extern "C" fn(RSlice<'_, RawTensor>, axis: i32) -> RawTensor,
+    /// The box `starts..stops` (one entry per axis).
+    pub slice: extern "C" fn(RawTensor, RSlice<'_, i32>, RSlice<'_, i32>) -> RawTensor,
+    /// A copy of the first with the box at `starts` replaced by the second.
+    pub slice_update: extern "C" fn(RawTensor, RawTensor, RSlice<'_, i32>) -> RawTensor,
+    /// Picks entries along an axis by an index tensor of any rank. Indices are clamped into range.
+    pub take: extern "C" fn(RawTensor, indices: RawTensor, axis: i32) -> RawTensor,
+    /// Picks one entry per position along an axis. Indices are clamped into range.
+    pub take_along_axis: extern "C" fn(RawTensor, indices: RawTensor, axis: i32) -> RawTensor,
+
+    /// Element-wise, one argument.
+    pub unary: extern "C" fn(UnaryOp, RawTensor) -> RawTensor,
+    /// Element-wise, two arguments.
+    pub binary: extern "C" fn(BinaryOp, RawTensor, RawTensor) -> RawTensor,
+    /// `condition ? a : b`, element-wise.
+    pub select: extern "C" fn(condition: RawTensor, a: RawTensor, b: RawTensor) -> RawTensor,
+    /// Reduces along an axis.
+    pub reduce: extern "C" fn(ReduceOp, RawTensor, axis: i32, keep_axis: bool) -> RawTensor,
+    /// Sorts ascending along an axis.
+    pub sort: extern "C" fn(RawTensor, axis: i32) -> RawTensor,
+    /// Running sums along an axis, in index order.
+    pub cumsum: extern "C" fn(RawTensor, axis: i32) -> RawTensor,
+    /// Softmax along an axis, accumulated in f32.
+    pub softmax: extern "C" fn(RawTensor, axis: i32) -> RawTensor,
+
+    /// Matrix product with broadcasting over leading axes.
+    pub matmul: extern "C" fn(RawTensor, RawTensor) -> RawTensor,
+    /// `x @ dequantize(w)^T`: affine, `w` u32 `[out, in * bits / 32]`, `scales` and `biases`
+    /// `[out, in / group]`.
+    pub quantized_matmul: extern "C" fn(
+        x: RawTensor,
+        w: RawTensor,
+        scales: RawTensor,
+        biases: RawTensor,
+        group: i32,
+        bits: i32,
+    ) -> RawTensor,
+    /// `scales * q + biases`, `[out, in]` in the dtype of `scales`.
+    pub dequantize: extern "C" fn(
+        w: RawTensor,
+        scales: RawTensor,
+        biases: RawTensor,
+        group: i32,
+        bits: i32,
+    ) -> RawTensor,
+
+    /// `weight * x / sqrt(mean(x^2) + eps)` over the last axis; a null weight counts as 1.
+    pub rms_norm: extern "C" fn(x: RawTensor, weight: RawTensor, eps: f32) -> RawTensor,
+    /// Rotary embedding of `x` `[B, heads, T, D]`: half-split pairs on the first `dims` of `D`.
+    /// Row `b`, column `t` stands at position `offsets[b] + t`. The angle of pair `j` is
+    /// `scale * position / base^(2j/dims)`, or `scale * position / freqs[j]` when `freqs` is given.
+    pub rope: extern "C" fn(
+        x: RawTensor,
+        dims: i32,
+        base: f32,
+        freqs: RawTensor,
+        scale: f32,
+        offsets: RawTensor,
+    ) -> RawTensor,
+    /// Attention of `q` `[B, Hq, T, D]` over `k`, `v` `[B, Hk, S, D]`, `Hq` a multiple of `Hk`.
+    /// `mask` is read when the kind is [`AttentionMask::TENSOR`], else null.
+    pub attention: extern "C" fn(
+        q: RawTensor,
+        k: RawTensor,
+        v: RawTensor,
+        scale: f32,
+        kind: AttentionMask,
+        mask: RawTensor,
+    ) -> RawTensor,
+    /// The gated delta rule over `T` steps: `S *= decay; S += beta (v - S k) k^T; y = S q`.
+    /// Returns `y` `[B, T, Hv, Dv]`, then the states `[B, Hv, Dv, Dk]`: the last one, or all `T`.
+    /// Empty on failure.
+    pub gated_delta: extern "C" fn(&GatedDelta) -> RVec<RawTensor>,
+
+    /// Opens a directory (config.json and safetensors) or a GGUF file. The handle is owned by the
+    /// caller, who gives it back with `checkpoint_drop`.
+    pub checkpoint_open: extern "C" fn(path: RStr<'_>) -> Reply<RawCheckpoint>,
+    /// Closes a checkpoint. Tensors taken from it stay valid.
+    pub checkpoint_drop: extern "C" fn(RawCheckpoint),
+    /// The text of config.json.
+    pub checkpoint_config: extern "C" fn(RawCheckpoint) -> RString,
+    /// The names of all tensors, sorted.
+    pub checkpoint_names: extern "C" fn(RawCheckpoint) -> RVec<RString>,
+    /// One tensor by name, mapped from the file. Null when absent or unreadable.
+    pub checkpoint_tensor: extern "C" fn(RawCheckpoint, name: RStr<'_>) -> RawTensor,
+    /// Bytes of the tensors whose names start with a prefix.
+    pub checkpoint_bytes: extern "C" fn(RawCheckpoint, prefix: RStr<'_>) -> u64,
+    /// The digest of the token table beside the checkpoint; none when it carries no tokenizer.
+    #[sabi(last_prefix_field)]
+    pub checkpoint_vocabulary: extern "C" fn(RawCheckpoint) -> Reply<ROption<RString>>,
+}

@@ -1,0 +1,40 @@
+//! The ABI: everything that crosses the boundary between the host and a plugin.
+//!
+//! Rules that hold for every table here (they are what "stable" means):
+//!
+//! * Tables are prefix types: a slot is appended, never moved, retyped or removed. A slot added
+//!   after 1.0 goes below the `last_prefix_field` mark and is read as an `Option`.
+//! * No slot unwinds. A body that can panic runs inside [`crate::guard`] on the side that
+//!   implements it, and the panic comes back as a [`Fault`].
+//! * Ownership is written on each slot. Borrowed arguments live until the call returns.
+//! * Everything happens on the host's engine thread. No slot may be called from another thread.
+//! * Opcodes are numbers in a newtype, not Rust enums: an unknown one is an error, never
+//!   undefined behaviour, so codes can be appended within a major version.
+
+mod host;
+mod manifest;
+mod plugin;
+mod types;
+
+pub use host::{GatedDelta, HostApi, HostApiRef, RawCheckpoint};
+pub use manifest::{Embedded, MAX_MANIFEST_BYTES, SECTION, section_bytes, total_len};
+pub use plugin::{
+    Advance, DraftReply, DraftRequest, DraftRows, DraftRowsRef, LoadRequest, OpenRequest,
+    PluginModule, PluginModuleRef, Provider, ProviderInfo, ProviderRef, RawProvider, RawRows,
+    RawTarget, RowSpec, Tap, TargetFacts, TargetView, TargetViewRef,
+};
+pub use types::{
+    AttentionMask, BinaryOp, DType, Fault, FaultCode, LogLevel, MAX_RANK, RawTensor, ReduceOp,
+    Reply, TensorInfo, UnaryOp,
+};
+
+/// The symbol of a plugin's `abi_stable` library header, which leads to its root module.
+pub const HEADER_SYMBOL: &str = "mlxhost_plugin_header";
+
+/// The version of this ABI, as `major.minor.patch`.
+pub const API_VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// The oldest host that a plugin built with this crate can run on.
+///
+/// It moves only when the SDK starts to need a slot that older hosts lack.
+pub const MIN_API_VERSION: &str = "1.0.0";

@@ -1,0 +1,163 @@
+//! Typed, bounded access to a JSON config, with errors that name the file and the key.
+
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+
+/// The largest size (a width, a count) that a config may state.
+const MAX_SIZE: i64 = 1 << 26;
+
+/// A JSON object and where it came from.
+#[derive(Clone, Debug)]
+pub struct Config {
+    value: Value,
+    origin: String,
+}
+
+impl Config {
+    /// Parses JSON text; `origin` is the path that errors name.
+    pub fn parse(text: &str, origin: impl Into<String>) -> Result<Self> {
+        let origin = origin.into();
+        let value: Value =
+            serde_json::from_str(text).map_err(|e| Error::invalid(format!("{origin}: {e}")))?;
+        Self::new(value, origin)
+    }
+
+    /// Wraps a JSON object.
+    pub fn new(value: Value, origin: impl Into<String>) -> Result<Self> {
+        let origin = origin.into();
+        if value.is_object() {
+            Ok(Self { value, origin })
+        } else {
+            Err(Error::invalid(format!("{origin}: must be a JSON object")))
+        }
+    }
+
+    /// The file (and section) that errors name.
+    pub fn origin(&self) -> &str {
+        &self.origin
+    }
+
+    /// The raw value of a key; `null` counts as absent.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.value.get(key).filter(|v| !v.is_null())
+    }
+
+    /// An error about a key of this config.
+    pub fn error(&self, key: &str, problem: impl std::fmt::Display) -> Error {
+        Error::invalid(format!("{}: `{key}` {problem}", self.origin))
+    }
+
+    fn required<T>(&self, key: &str, value: Result<Option<T>>) -> Result<T> {
+        value?.ok_or_else(|| self.error(key, "is missing"))
+    }
+
+    /// An object under a key.
+    pub fn section(&self, key: &str) -> Result<Option<Self>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(value) => Self::new(value.clone(), format!("{}: {key}", self.origin)).map(Some),
+        }
+    }
+
+    /// A size: an integer in `1..=2^26`.
+    pub fn size(&self, key: &str) -> Result<i32> {
+        self.required(key, self.opt_size(key))
+    }
+
+    /// A size that may be absent.
+    pub fn opt_size(&self, key: &str) -> Result<Option<i32>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(value) => match value.as_i64() {
+                Some(n) if (1..=MAX_SIZE).contains(&n) => Ok(Some(n as i32)),
+                _ => Err(self.error(key, format!("is {value}, expected 1 to {MAX_SIZE}"))),
+            },
+        }
+    }
+
+    /// A finite number.
+    pub fn float(&self, key: &str) -> Result<f32> {
+        self.required(key, self.opt_float(key))
+    }
+
+    /// A finite number that may be absent.
+    pub fn opt_float(&self, key: &str) -> Result<Option<f32>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(value) => match value.as_f64().map(|x| x as f32) {
+                Some(x) if x.is_finite() => Ok(Some(x)),
+                _ => Err(self.error(key, format!("is {value}, expected a number"))),
+            },
+        }
+    }
+
+    /// A flag that may be absent.
+    pub fn opt_bool(&self, key: &str) -> Result<Option<bool>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(value) => match value.as_bool() {
+                Some(flag) => Ok(Some(flag)),
+                None => Err(self.error(key, format!("is {value}, expected true or false"))),
+            },
+        }
+    }
+
+    /// A text.
+    pub fn str(&self, key: &str) -> Result<&str> {
+        self.required(key, self.opt_str(key))
+    }
+
+    /// A text that may be absent.
+    pub fn opt_str(&self, key: &str) -> Result<Option<&str>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(value) => match value.as_str() {
+                Some(text) => Ok(Some(text)),
+                None => Err(self.error(key, format!("is {value}, expected a text"))),
+            },
+        }
+    }
+
+    /// A list of integers that fit `i32`; may be absent.
+    pub fn opt_ints(&self, key: &str) -> Result<Option<Vec<i32>>> {
+        let Some(value) = self.get(key) else {
+            return Ok(None);
+        };
+        let ints = value.as_array().and_then(|items| {
+            items
+                .iter()
+                .map(|v| v.as_i64().and_then(|n| i32::try_from(n).ok()))
+                .collect::<Option<Vec<_>>>()
+        });
+        match ints {
+            Some(ints) => Ok(Some(ints)),
+            None => Err(self.error(key, "must be a list of integers")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_name_file_section_and_key() {
+        let config = Config::parse(r#"{"text_config": {"hidden_size": -3}}"#, "d/config.json")
+            .expect("valid JSON");
+        let text = config.section("text_config").unwrap().unwrap();
+        let message = text.size("hidden_size").unwrap_err().to_string();
+        assert!(
+            message.contains("d/config.json: text_config: `hidden_size` is -3"),
+            "{message}"
+        );
+        assert!(
+            text.size("layers")
+                .unwrap_err()
+                .to_string()
+                .contains("is missing")
+        );
+        assert!(Config::parse("[1]", "x").is_err());
+        assert!(Config::parse("{", "x").is_err());
+    }
+}

@@ -1,0 +1,225 @@
+//! Row-wise caches: what a layer remembers of each row.
+
+use crate::abi::DType;
+use crate::error::{Error, Result};
+use crate::layers::Step;
+use crate::tensor::Tensor;
+
+/// Buffers grow by this many tokens at a time, so that a long answer reallocates rarely.
+const GROWTH: i32 = 256;
+
+/// Keys and values of full attention, `[B, heads, capacity, D]`.
+///
+/// The cache does not know how many tokens are valid: the [`Step`]'s offsets say so. Going back is
+/// therefore free: the next pass writes over what was rejected, and the mask hides it until then.
+#[derive(Default)]
+pub struct KvCache {
+    buffers: Option<(Tensor, Tensor)>,
+}
+
+impl KvCache {
+    /// Writes `k`, `v` `[B, heads, T, D]` at each row's offset. Returns everything up to the
+    /// longest row: `[B, heads, span, D]`, to be read under [`Step::mask`].
+    pub fn update(&mut self, step: &Step, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+        let span = step.offsets().iter().max().copied().unwrap_or(0) + step.width();
+        let (keys, values) = match self.buffers.take() {
+            Some((keys, values)) => (grow(keys, span)?, grow(values, span)?),
+            None => (empty(k, span)?, empty(v, span)?),
+        };
+        let keys = write(keys, step, k)?;
+        let values = write(values, step, v)?;
+        let views = (keys.slice(2, 0, span)?, values.slice(2, 0, span)?);
+        self.buffers = Some((keys, values));
+        Ok(views)
+    }
+
+    /// Keeps the given rows.
+    pub fn filter(&mut self, keep: &Tensor) -> Result<()> {
+        if let Some((keys, values)) = &self.buffers {
+            self.buffers = Some((keys.take(keep, 0)?, values.take(keep, 0)?));
+        }
+        Ok(())
+    }
+
+    /// The rows of `self`, then those of `other`; neither changes.
+    pub fn joined(&self, other: &Self) -> Result<Self> {
+        let buffers = match (&self.buffers, &other.buffers) {
+            (Some((k0, v0)), Some((k1, v1))) => {
+                let span = k0.dim(2).max(k1.dim(2));
+                let join = |a: &Tensor, b: &Tensor| -> Result<Tensor> {
+                    Tensor::concat(&[&grow(a.clone(), span)?, &grow(b.clone(), span)?], 0)
+                };
+                Some((join(k0, k1)?, join(v0, v1)?))
+            }
+            (None, None) => None,
+            _ => return Err(Error::failed("only prefilled rows can join prefilled rows")),
+        };
+        Ok(Self { buffers })
+    }
+
+    /// What must be computed for the cache to be up to date.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.buffers.iter().flat_map(|(k, v)| [k, v])
+    }
+}
+
+/// A zeroed buffer for rows like `like`, with room for `span` tokens.
+fn empty(like: &Tensor, span: i32) -> Result<Tensor> {
+    let [rows, heads, _, width] = like.dims()?;
+    let capacity = (span + GROWTH - 1) / GROWTH * GROWTH;
+    Tensor::full(&[rows, heads, capacity, width], 0.0, like.dtype())
+}
+
+/// The buffer, with room for at least `span` tokens.
+fn grow(buffer: Tensor, span: i32) -> Result<Tensor> {
+    let capacity = buffer.dim(2);
+    if capacity >= span {
+        return Ok(buffer);
+    }
+    let more = empty(&buffer, span - capacity)?;
+    Tensor::concat(&[&buffer, &more], 2)
+}
+
+/// Writes the columns of a pass at each row's offset.
+fn write(buffer: Tensor, step: &Step, columns: &Tensor) -> Result<Tensor> {
+    let offsets = step.offsets();
+    if offsets.iter().all(|&o| o == offsets[0]) {
+        return buffer.slice_update(columns, &[0, 0, offsets[0], 0]);
+    }
+    let mut buffer = buffer;
+    for (row, &offset) in (0..).zip(offsets) {
+        let columns = columns.slice(0, row, row + 1)?;
+        buffer = buffer.slice_update(&columns, &[row, 0, offset, 0])?;
+    }
+    Ok(buffer)
+}
+
+/// What a Gated DeltaNet layer remembers: the last `K - 1` inputs of its convolution
+/// `[B, K-1, C]` and the recurrent state `[B, Hv, Dv, Dk]` (f32). The two move together.
+#[derive(Default)]
+pub struct DeltaCache {
+    pub(super) state: Option<DeltaState>,
+    /// After a speculative pass, until it is resolved.
+    pub(super) pending: Option<PendingDelta>,
+}
+
+#[derive(Clone)]
+pub(super) struct DeltaState {
+    pub conv: Tensor,
+    pub recurrent: Tensor,
+}
+
+/// Everything a speculative pass went through: the convolution's inputs `[B, K-1+T, C]`, and the
+/// recurrent state after each column.
+pub(super) struct PendingDelta {
+    pub window: Tensor,
+    pub states: Vec<Tensor>,
+}
+
+impl DeltaCache {
+    /// Ends a pass: row `b` keeps its first `kept[b]` columns.
+    ///
+    /// After a plain pass there is nothing to do: padding has not touched the state.
+    pub fn resolve(&mut self, kept: &[i32]) -> Result<()> {
+        let Some(PendingDelta { window, states }) = self.pending.take() else {
+            return Ok(());
+        };
+        let taps = window.dim(1) - states.len() as i32;
+        let conv = window.columns(kept, taps)?;
+        let at = |n: i32| -> Result<&Tensor> {
+            usize::try_from(n - 1)
+                .ok()
+                .and_then(|i| states.get(i))
+                .ok_or_else(|| Error::failed(format!("{n} of {} columns kept", states.len())))
+        };
+        let recurrent = match kept {
+            [first, rest @ ..] if rest.iter().all(|n| n == first) => at(*first)?.clone(),
+            _ => {
+                let rows = (0..)
+                    .zip(kept)
+                    .map(|(row, &n)| at(n)?.slice(0, row, row + 1))
+                    .collect::<Result<Vec<_>>>()?;
+                Tensor::concat(&rows.iter().collect::<Vec<_>>(), 0)?
+            }
+        };
+        self.state = Some(DeltaState { conv, recurrent });
+        Ok(())
+    }
+
+    /// Keeps the given rows.
+    pub fn filter(&mut self, keep: &Tensor) -> Result<()> {
+        if let Some(state) = &self.state {
+            self.state = Some(DeltaState {
+                conv: state.conv.take(keep, 0)?,
+                recurrent: state.recurrent.take(keep, 0)?,
+            });
+        }
+        Ok(())
+    }
+
+    /// The rows of `self`, then those of `other`; neither changes. Only between passes.
+    pub fn joined(&self, other: &Self) -> Result<Self> {
+        let state = match (&self.state, &other.state) {
+            (Some(a), Some(b)) => Some(DeltaState {
+                conv: Tensor::concat(&[&a.conv, &b.conv], 0)?,
+                recurrent: Tensor::concat(&[&a.recurrent, &b.recurrent], 0)?,
+            }),
+            (None, None) => None,
+            _ => return Err(Error::failed("only prefilled rows can join prefilled rows")),
+        };
+        Ok(Self {
+            state,
+            pending: None,
+        })
+    }
+
+    /// What must be computed for the cache to be up to date.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.state.iter().flat_map(|s| [&s.conv, &s.recurrent])
+    }
+}
+
+/// The cache of one decoder layer.
+pub enum LayerCache {
+    /// Full attention.
+    Kv(KvCache),
+    /// Gated DeltaNet.
+    Delta(DeltaCache),
+}
+
+impl LayerCache {
+    /// Ends a pass: row `b` keeps its first `kept[b]` columns (all of its filled ones after a plain
+    /// pass).
+    pub fn resolve(&mut self, kept: &[i32]) -> Result<()> {
+        match self {
+            Self::Kv(_) => Ok(()),
+            Self::Delta(cache) => cache.resolve(kept),
+        }
+    }
+
+    /// Keeps the given rows: `[n]` i32.
+    pub fn filter(&mut self, keep: &Tensor) -> Result<()> {
+        debug_assert_eq!(keep.dtype(), DType::I32);
+        match self {
+            Self::Kv(cache) => cache.filter(keep),
+            Self::Delta(cache) => cache.filter(keep),
+        }
+    }
+
+    /// The rows of `self`, then those of `other`; neither changes.
+    pub fn joined(&self, other: &Self) -> Result<Self> {
+        match (self, other) {
+            (Self::Kv(a), Self::Kv(b)) => a.joined(b).map(Self::Kv),
+            (Self::Delta(a), Self::Delta(b)) => a.joined(b).map(Self::Delta),
+            _ => Err(Error::failed("caches of different layers cannot join")),
+        }
+    }
+
+    /// What must be computed for the cache to be up to date.
+    pub fn tensors(&self) -> Vec<&Tensor> {
+        match self {
+            Self::Kv(cache) => cache.tensors().collect(),
+            Self::Delta(cache) => cache.tensors().collect(),
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! The pre-norm residual layer of Llama, Qwen3 and Qwen3.5.
+
+use crate::checkpoint::Weights;
+use crate::error::{Error, Result};
+use crate::layers::{
+    Attention, AttentionConfig, DeltaCache, GatedDeltaConfig, GatedDeltaNet, KvCache, LayerCache,
+    Mlp, RmsNorm, Step,
+};
+use crate::tensor::Tensor;
+
+/// How a layer mixes columns.
+pub enum Mixer {
+    /// Full attention.
+    Attention(Attention),
+    /// Gated DeltaNet.
+    Delta(GatedDeltaNet),
+}
+
+/// `h += mix(norm(h)); h += mlp(norm(h))`
+pub struct DecoderLayer {
+    input_norm: RmsNorm,
+    mixer: Mixer,
+    post_norm: RmsNorm,
+    mlp: Mlp,
+}
+
+impl DecoderLayer {
+    /// A layer with full attention: `self_attn`, `mlp` and the two norms.
+    pub fn attention(
+        w: &Weights,
+        config: AttentionConfig,
+        intermediate: i32,
+        eps: f32,
+    ) -> Result<Self> {
+        let hidden = config.hidden;
+        let mixer = Mixer::Attention(Attention::load(&w.child("self_attn"), config)?);
+        Self::around(w, mixer, hidden, intermediate, eps)
+    }
+
+    /// A layer with Gated DeltaNet: `linear_attn`, `mlp` and the two norms.
+    pub fn delta(
+        w: &Weights,
+        config: GatedDeltaConfig,
+        intermediate: i32,
+        eps: f32,
+    ) -> Result<Self> {
+        let mixer = Mixer::Delta(GatedDeltaNet::load(&w.child("linear_attn"), config)?);
+        Self::around(w, mixer, config.hidden, intermediate, eps)
+    }
+
+    fn around(w: &Weights, mixer: Mixer, hidden: i32, intermediate: i32, eps: f32) -> Result<Self> {
+        Ok(Self {
+            input_norm: RmsNorm::load(&w.child("input_layernorm"), hidden, eps)?,
+            mixer,
+            post_norm: RmsNorm::load(&w.child("post_attention_layernorm"), hidden, eps)?,
+            mlp: Mlp::load(&w.child("mlp"), hidden, intermediate)?,
+        })
+    }
+
+    /// An empty cache for this layer.
+    pub fn new_cache(&self) -> LayerCache {
+        match self.mixer {
+            Mixer::Attention(_) => LayerCache::Kv(KvCache::default()),
+            Mixer::Delta(_) => LayerCache::Delta(DeltaCache::default()),
+        }
+    }
+
+    /// The tensors it holds.
+    pub fn tensors(&self) -> Vec<&Tensor> {
+        let mixer = match &self.mixer {
+            Mixer::Attention(layer) => layer.tensors(),
+            Mixer::Delta(layer) => layer.tensors(),
+        };
+        [
+            self.input_norm.tensors(),
+            mixer,
+            self.post_norm.tensors(),
+            self.mlp.tensors(),
+        ]
+        .concat()
+    }
+
+    /// `[B, T, hidden]` to the same shape.
+    pub fn forward(&self, h: &Tensor, step: &Step, cache: &mut LayerCache) -> Result<Tensor> {
+        let x = self.input_norm.forward(h)?;
+        let mixed = match (&self.mixer, cache) {
+            (Mixer::Attention(layer), LayerCache::Kv(cache)) => layer.forward(&x, step, cache)?,
+            (Mixer::Delta(layer), LayerCache::Delta(cache)) => layer.forward(&x, step, cache)?,
+            _ => return Err(Error::failed("this cache belongs to another kind of layer")),
+        };
+        let h = h.add(&mixed)?;
+        h.add(&self.mlp.forward(&self.post_norm.forward(&h)?)?)
+    }
+}

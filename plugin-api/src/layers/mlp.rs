@@ -1,0 +1,38 @@
+//! The gated feed-forward block.
+
+use crate::checkpoint::Weights;
+use crate::error::Result;
+use crate::layers::Linear;
+use crate::tensor::Tensor;
+
+/// SwiGLU: `down(silu(gate x) * up x)`.
+pub struct Mlp {
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+impl Mlp {
+    /// Takes `gate_proj`, `up_proj` and `down_proj`.
+    pub fn load(w: &Weights, hidden: i32, intermediate: i32) -> Result<Self> {
+        Ok(Self {
+            gate: Linear::load(&w.child("gate_proj"), hidden, intermediate)?,
+            up: Linear::load(&w.child("up_proj"), hidden, intermediate)?,
+            down: Linear::load(&w.child("down_proj"), intermediate, hidden)?,
+        })
+    }
+
+    /// The tensors it holds.
+    pub fn tensors(&self) -> Vec<&Tensor> {
+        [&self.gate, &self.up, &self.down]
+            .into_iter()
+            .flat_map(Linear::tensors)
+            .collect()
+    }
+
+    /// `[.., hidden]` to the same shape.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let gated = self.gate.forward(x)?.silu()?.mul(&self.up.forward(x)?)?;
+        self.down.forward(&gated)
+    }
+}

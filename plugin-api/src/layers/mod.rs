@@ -1,0 +1,24 @@
+//! The layers that target models and drafters are made of, over [`crate::Tensor`].
+//!
+//! Hiddens are `[B, T, hidden]`: `B` rows, `T` columns. Rows are ragged: each stands at its own
+//! offset and may fill fewer columns than the widest; [`Step`] says which.
+
+mod attention;
+mod cache;
+mod decoder;
+mod delta;
+mod linear;
+mod mlp;
+mod norm;
+mod rope;
+mod step;
+
+pub use attention::{Attention, AttentionConfig};
+pub use cache::{DeltaCache, KvCache, LayerCache};
+pub use decoder::{DecoderLayer, Mixer};
+pub use delta::{GatedDeltaConfig, GatedDeltaNet};
+pub use linear::Linear;
+pub use mlp::Mlp;
+pub use norm::RmsNorm;
+pub use rope::Rope;
+pub use step::Step;

@@ -1,0 +1,32 @@
+//! RMSNorm.
+
+use crate::checkpoint::Weights;
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+/// `weight * x / sqrt(mean(x^2) + eps)` over the last axis.
+pub struct RmsNorm {
+    weight: Tensor,
+    eps: f32,
+}
+
+impl RmsNorm {
+    /// Takes `weight` `[width]`, adding what the checkpoint's convention leaves out.
+    pub fn load(w: &Weights, width: i32, eps: f32) -> Result<Self> {
+        let mut weight = w.shaped("weight", &[width])?;
+        if w.norm_offset() != 0.0 {
+            weight = weight.shift(w.norm_offset())?;
+        }
+        Ok(Self { weight, eps })
+    }
+
+    /// The tensors it holds.
+    pub fn tensors(&self) -> Vec<&Tensor> {
+        vec![&self.weight]
+    }
+
+    /// `[.., width]` to the same shape.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x.rms_norm(Some(&self.weight), self.eps)
+    }
+}

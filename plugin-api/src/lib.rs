@@ -1,0 +1,46 @@
+//! The stable ABI of `mlxhost` drafter plugins, and the SDK over it.
+//!
+//! A drafter proposes tokens; the host's target model verifies them. A drafter is a `cdylib` that
+//! depends on this crate alone: it never sees MLX, a model or a cache, only [`Tensor`]s whose ops
+//! the host provides, and the [`Target`]'s capabilities.
+//!
+//! * To write a drafter without tensors, implement [`DraftSource`] and wrap it in [`SourceRows`];
+//!   with tensors, implement [`DraftRows`]. Either way implement [`Drafter`] and call
+//!   [`export_plugin!`].
+//! * [`layers`] has what models are made of; [`sampling`] the sampler that the target uses.
+//! * [`abi`] is the boundary itself, for hosts and for the curious.
+//!
+//! Everything runs on the host's engine thread. A panic or an error in a drafter costs its requests
+//! their speed, never their output.
+
+#![warn(missing_docs)]
+
+pub use abi_stable;
+
+pub mod abi;
+mod checkpoint;
+mod config;
+mod drafter;
+mod error;
+#[doc(hidden)]
+pub mod export;
+pub mod guard;
+mod host;
+pub mod layers;
+mod options;
+pub mod sampling;
+mod target;
+mod tensor;
+
+pub use abi::{DType, RowSpec, Tap};
+pub use checkpoint::{Checkpoint, Weights};
+pub use config::Config;
+pub use drafter::{
+    Advance, DraftRequest, DraftRows, DraftSource, Drafter, DrafterInfo, Drafts, RowAdvance,
+    SourceRows,
+};
+pub use error::{Error, Result};
+pub use host::{install, log, memory_used};
+pub use options::Options;
+pub use target::{HeadSubset, Target, TargetFacts};
+pub use tensor::{Element, Mask, Tensor, gated_delta};

@@ -1,0 +1,116 @@
+//! What the tests share: where things are, and how to run them.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+
+use serde_json::Value;
+
+/// The repository.
+pub fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// A file or directory of `tests/fixtures`.
+pub fn fixture(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("fixtures")
+        .join(path)
+}
+
+/// A checkpoint of `tests/fixtures/oracle`.
+pub fn checkpoint(name: &str) -> PathBuf {
+    fixture("oracle/ckpt").join(name)
+}
+
+/// A JSON fixture.
+pub fn json(path: &Path) -> Value {
+    let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// The token ids of a JSON list.
+pub fn ids(value: &Value) -> Vec<i32> {
+    let list = value.as_array().expect("a list of ids");
+    list.iter()
+        .map(|id| id.as_i64().expect("an id") as i32)
+        .collect()
+}
+
+/// `1,2,3`
+pub fn id_list(ids: &[i32]) -> String {
+    let words: Vec<_> = ids.iter().map(i32::to_string).collect();
+    words.join(",")
+}
+
+/// Where cargo puts what it builds in this profile.
+fn target_dir() -> PathBuf {
+    let exe = std::env::current_exe().expect("the test's own path");
+    let deps = exe.parent().expect("deps");
+    deps.parent().expect("the profile's directory").to_owned()
+}
+
+/// Builds the program and all plugins once, unless `make` has done so.
+fn build() {
+    static BUILT: Once = Once::new();
+    BUILT.call_once(|| {
+        if std::env::var_os("MLXHOST_TESTS_BUILT").is_some() {
+            return;
+        }
+        let packages = ["mlxhost", "ngram", "qwen_mtp", "scripted", "hostile"];
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.arg("build").current_dir(root());
+        for package in packages {
+            cargo.args(["-p", package]);
+        }
+        let status = cargo.status().expect("cargo runs");
+        assert!(status.success(), "cargo build failed");
+    });
+}
+
+/// The program.
+pub fn program() -> PathBuf {
+    build();
+    target_dir().join("mlxhost")
+}
+
+/// The library of a plugin crate of this workspace.
+pub fn plugin(name: &str) -> PathBuf {
+    build();
+    let file = format!(
+        "{}{name}{}",
+        std::env::consts::DLL_PREFIX,
+        std::env::consts::DLL_SUFFIX
+    );
+    target_dir().join(file)
+}
+
+/// Runs the program, without a terminal and without this environment's own settings.
+pub fn run(args: &[&str]) -> Output {
+    command(args).output().expect("the program runs")
+}
+
+/// The program with arguments, ready to be run.
+pub fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(program());
+    command
+        .args(args)
+        .env_remove("MLXHOST_PLUGIN_PATH")
+        .env_remove("MLXHOST_LOG")
+        .stdin(std::process::Stdio::null());
+    command
+}
+
+/// Runs the program with `--json` and gives the object that it prints.
+pub fn run_json(args: &[&str]) -> Value {
+    let output = run(&[args, &["--json"]].concat());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{args:?} failed: {stderr}");
+    serde_json::from_slice(&output.stdout).expect("a JSON object")
+}
+
+/// Held by tests that run an engine in their own process: MLX has global state.
+pub fn engine_lock() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
+}
