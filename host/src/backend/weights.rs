@@ -110,10 +110,7 @@ pub(super) extern "C" fn checkpoint_bytes(raw: RawCheckpoint, prefix: RStr<'_>) 
     let names = checkpoint
         .names()
         .filter(|n| n.starts_with(prefix.as_str()));
-    names
-        .filter_map(|name| checkpoint.tensor(name)?.ok())
-        .map(|tensor| tensor.bytes.len() as u64)
-        .sum()
+    names.filter_map(|name| checkpoint.bytes_of(name)).sum()
 }
 
 fn array(tensor: &TensorData) -> OpResult<mlx_rs::Array> {

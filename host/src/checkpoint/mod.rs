@@ -14,6 +14,7 @@ mod tensor;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::fmt;
 use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
@@ -25,6 +26,8 @@ pub use tensor::{Bytes, DType, TensorData};
 
 /// `config.json` is a few kilobytes; more than this is not one.
 const MAX_CONFIG: u64 = 16 << 20;
+/// Characters of a name that a message shows.
+const MAX_QUOTED: usize = 120;
 
 const EXPECTED: &str = "expected a directory with config.json and *.safetensors, or a .gguf file";
 
@@ -131,7 +134,10 @@ impl Checkpoint {
             Entry::Converted(tensor) => Ok(tensor.convert()),
             Entry::Refused { dtype, .. } => Err(LoadError::unsupported(
                 &self.path,
-                format!("tensor {name:?} has elements of type {dtype}, which is not supported"),
+                format!(
+                    "tensor {} has elements of type {dtype}, which is not supported",
+                    Quoted(name)
+                ),
             )),
         })
     }
@@ -143,12 +149,36 @@ impl Checkpoint {
 
     /// Bytes of all tensors together, as [`Checkpoint::tensor`] gives them.
     pub fn bytes(&self) -> u64 {
-        let sizes = self.tensors.values().map(|entry| match entry {
+        let sizes = self.tensors.values().map(Entry::bytes);
+        sizes.fold(0, u64::saturating_add)
+    }
+
+    /// Bytes of the tensor of that name, without reading or converting it; `None` when there is none.
+    pub fn bytes_of(&self, name: &str) -> Option<u64> {
+        self.tensors.get(name).map(Entry::bytes)
+    }
+}
+
+impl Entry {
+    fn bytes(&self) -> u64 {
+        match self {
             Entry::Stored(tensor) => tensor.bytes.len() as u64,
             Entry::Refused { bytes, .. } => *bytes,
             Entry::Converted(tensor) => tensor.len() as u64,
-        });
-        sizes.fold(0, u64::saturating_add)
+        }
+    }
+}
+
+/// Text from a file, for a message: quoted, with control characters escaped, and cut where it is longer
+/// than any real name (a hostile file could have megabytes of it).
+struct Quoted<'a>(&'a str);
+
+impl fmt::Display for Quoted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.char_indices().nth(MAX_QUOTED) {
+            None => write!(f, "{:?}", self.0),
+            Some((end, _)) => write!(f, "{:?}...", self.0.get(..end).unwrap_or_default()),
+        }
     }
 }
 
@@ -191,19 +221,16 @@ fn read_json_object(path: &Path, limit: u64) -> Result<Option<Value>, LoadError>
         Ok(kind) if !kind.is_file() => {
             return Err(LoadError::unsupported(path, "not a regular file"));
         }
+        Ok(kind) if kind.len() > limit => {
+            let what = format!("larger than {} MiB, which no such file is", limit >> 20);
+            return Err(LoadError::malformed(path, what));
+        }
         Ok(_) => {}
     }
     let mut text = Vec::new();
     let file = File::open(path).map_err(io)?;
-    file.take(limit.saturating_add(1))
-        .read_to_end(&mut text)
-        .map_err(io)?;
-    if text.len() as u64 > limit {
-        return Err(LoadError::malformed(
-            path,
-            format!("larger than {} MiB, which no such file is", limit >> 20),
-        ));
-    }
+    // Bounded again, for a file that grows or whose length is not told.
+    file.take(limit).read_to_end(&mut text).map_err(io)?;
     // serde_json's message ends in the line and the column.
     let value: Value = serde_json::from_slice(&text)
         .map_err(|e| LoadError::malformed(path, format!("not valid JSON: {e}")))?;
@@ -261,5 +288,13 @@ mod tests {
         assert!(fails(dir.path()).contains("larger than 16 MiB"));
         std::fs::write(&config, "{}").unwrap();
         assert!(fails(dir.path()).contains("safetensors"));
+    }
+
+    #[test]
+    fn quotes_are_short_and_on_one_line() {
+        assert_eq!(Quoted("a.weight").to_string(), "\"a.weight\"");
+        assert_eq!(Quoted("a\n\u{1b}").to_string(), r#""a\n\u{1b}""#);
+        let long = Quoted(&"ü".repeat(1 << 20)).to_string();
+        assert_eq!(long.chars().count(), MAX_QUOTED + 5);
     }
 }

@@ -6,13 +6,14 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map;
+use std::io::ErrorKind;
 use std::path::{Component, Path};
 
 use ::safetensors::Dtype;
 use ::safetensors::tensor::Metadata;
 use serde_json::Value;
 
-use super::{Bytes, DType, Entry, TensorData, read_json_object};
+use super::{Bytes, DType, Entry, Quoted, TensorData, read_json_object};
 use crate::error::LoadError;
 
 const INDEX: &str = "model.safetensors.index.json";
@@ -21,6 +22,8 @@ const SINGLE: &str = "model.safetensors";
 const MAX_INDEX: u64 = 64 << 20;
 /// A header takes some 100 bytes a tensor, and parsing it takes several times its size in memory.
 const MAX_HEADER: u64 = 32 << 20;
+/// Characters of a parser's message that are shown.
+const MAX_MESSAGE: usize = 240;
 const DAMAGED: &str = "the file is damaged or incomplete: download it again";
 
 type Tensors = BTreeMap<String, Entry>;
@@ -38,8 +41,8 @@ pub(super) fn open_dir(dir: &Path) -> Result<Tensors, LoadError> {
                 btree_map::Entry::Vacant(slot) => slot.insert(entry),
                 btree_map::Entry::Occupied(slot) => {
                     let what = format!(
-                        "tensor {:?} is in {file} and in another file before it",
-                        slot.key()
+                        "tensor {} is in {file} and in another file before it",
+                        Quoted(slot.key())
                     );
                     return Err(LoadError::malformed(dir, what)
                         .remedy("remove the files that are not part of this checkpoint"));
@@ -88,22 +91,25 @@ fn open_indexed(dir: &Path, index: &Path, value: &Value) -> Result<Tensors, Load
     let mut shards: BTreeMap<&str, Tensors> = BTreeMap::new();
     let mut tensors = Tensors::new();
     for (name, shard) in map {
+        let tensor = Quoted(name);
         let shard = shard.as_str().ok_or_else(|| {
             LoadError::malformed(
                 index,
-                format!("the shard of tensor {name:?} is not a string"),
+                format!("the shard of tensor {tensor} is not a string"),
             )
         })?;
+        let quoted = Quoted(shard);
         if !is_plain_file_name(shard) {
-            let what = format!("shard {shard:?} of tensor {name:?} is not a plain file name");
+            let what = format!("shard {quoted} of tensor {tensor} is not a plain file name");
             return Err(LoadError::malformed(index, what));
         }
         let there = match shards.entry(shard) {
             btree_map::Entry::Occupied(slot) => slot.into_mut(),
             btree_map::Entry::Vacant(slot) => {
                 let path = dir.join(shard);
-                if !path.exists() {
-                    let what = format!("it lists shard {shard:?}, which is not in the directory");
+                // A link of a download cache whose target is gone counts as missing too.
+                if std::fs::metadata(&path).is_err_and(|e| e.kind() == ErrorKind::NotFound) {
+                    let what = format!("it lists shard {quoted}, which is not in the directory");
                     return Err(LoadError::missing(index, what)
                         .remedy("the download is incomplete: fetch the missing shard"));
                 }
@@ -111,7 +117,7 @@ fn open_indexed(dir: &Path, index: &Path, value: &Value) -> Result<Tensors, Load
             }
         };
         let entry = there.remove(name).ok_or_else(|| {
-            let what = format!("it lists tensor {name:?} in {shard:?}, which does not have it");
+            let what = format!("it lists tensor {tensor} in {quoted}, which does not have it");
             LoadError::missing(index, what)
                 .remedy("index and shards are of different versions: download both again")
         })?;
@@ -150,7 +156,7 @@ fn read(path: &Path, file: &Bytes) -> Result<Tensors, LoadError> {
     // Fits: it is at most the file's length.
     let start = 8 + length as usize;
     let header: Metadata = serde_json::from_slice(&file[8..start])
-        .map_err(|e| malformed(format!("its header is invalid: {e}")))?;
+        .map_err(|e| malformed(format!("its header is invalid: {}", one_line(&e))))?;
     let (described, present) = (header.data_len(), file.len() - start);
     if described != present {
         let what = format!("it has {present} bytes of tensors, its header describes {described}");
@@ -164,7 +170,7 @@ fn read(path: &Path, file: &Bytes) -> Result<Tensors, LoadError> {
             .checked_add(from)
             .zip(start.checked_add(to))
             .and_then(|(from, to)| file.slice(from..to))
-            .ok_or_else(|| malformed(format!("tensor {name:?} lies outside the file")))?;
+            .ok_or_else(|| malformed(format!("tensor {} lies outside the file", Quoted(&name))))?;
         let entry = match element(info.dtype) {
             Some(dtype) => Entry::Stored(TensorData {
                 dtype,
@@ -179,6 +185,13 @@ fn read(path: &Path, file: &Bytes) -> Result<Tensors, LoadError> {
         tensors.insert(name, entry);
     }
     Ok(tensors)
+}
+
+/// The parser's message, which may quote the header, without its control characters and unbounded length.
+fn one_line(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let chars = text.chars().filter(|c| !c.is_control());
+    chars.take(MAX_MESSAGE).collect()
 }
 
 /// Our name of an element type, `None` for those nothing computes with.
@@ -243,8 +256,24 @@ mod tests {
         checkpoint.names().map(str::to_owned).collect()
     }
 
-    fn no_panic(bytes: Vec<u8>) -> bool {
-        read(Path::new("x"), &bytes.into()).is_ok()
+    /// Whether the file could be read; what was read must then be what the header says.
+    fn reads(bytes: Vec<u8>) -> bool {
+        let Ok(tensors) = read(Path::new("x"), &bytes.into()) else {
+            return false;
+        };
+        for entry in tensors.values() {
+            if let Entry::Stored(tensor) = entry {
+                let elements: usize = tensor.shape.iter().product();
+                assert_eq!(tensor.bytes.len(), elements * tensor.dtype.size());
+            }
+        }
+        true
+    }
+
+    fn refusal(bytes: Vec<u8>) -> String {
+        let error = read(Path::new("x"), &bytes.into()).unwrap_err().to_string();
+        assert!(error.lines().count() <= 3 && error.len() < 600, "{error}");
+        error
     }
 
     #[test]
@@ -317,39 +346,123 @@ mod tests {
     }
 
     #[test]
+    fn of_a_name_in_two_shards_the_index_picks_one() {
+        let (one, two) = (file(&["a"], Dtype::U8, 1), file(&["a"], Dtype::U8, 2));
+        let index = br#"{"weight_map":{"a":"2.st"}}"#;
+        let d = dir(&[("1.st", &one), ("2.st", &two), (INDEX, index)]);
+        let checkpoint = Checkpoint::open(d.path()).unwrap();
+        assert_eq!(&*checkpoint.tensor("a").unwrap().unwrap().bytes, &[2; 6]);
+    }
+
+    /// The layout of the Hugging Face cache: snapshot entries are links to blobs without an extension.
+    #[cfg(unix)]
+    #[test]
+    fn links_are_followed() {
+        use std::os::unix::fs::symlink;
+        let shard = file(&["a"], Dtype::U8, 1);
+        let index = br#"{"weight_map":{"a":"1.st"}}"#;
+        let blobs = dir(&[("blob", &shard), ("index", index)]);
+        let blob = |name: &str| blobs.path().join(name);
+        let snapshot = tempfile::tempdir().unwrap();
+        let link = |from: &str, to: &str| symlink(blob(from), snapshot.path().join(to)).unwrap();
+        link("config.json", "config.json");
+        link("index", INDEX);
+        link("blob", "1.st");
+        assert_eq!(names(&snapshot), ["a"]);
+        std::fs::remove_file(blob("blob")).unwrap();
+        assert!(error(&snapshot).contains("\"1.st\", which is not in the directory"));
+    }
+
+    #[test]
+    fn an_index_is_bounded() {
+        let d = dir(&[(SINGLE, &file(&["a"], Dtype::U8, 1))]);
+        let index = std::fs::File::create(d.path().join(INDEX)).unwrap();
+        index.set_len(MAX_INDEX + 1).unwrap();
+        assert!(error(&d).contains("larger than 64 MiB"));
+    }
+
+    #[test]
+    fn hostile_header_lengths_are_refused() {
+        let claim = |length: u64, rest: usize| {
+            let mut bytes = length.to_le_bytes().to_vec();
+            bytes.resize(8 + rest, b' ');
+            refusal(bytes)
+        };
+        assert!(claim(u64::MAX, 2).contains("has 18446744073709551615 bytes, but 2 follow"));
+        assert!(claim(3, 2).contains("has 3 bytes, but 2 follow"));
+        assert!(claim(0, 2).contains("header is invalid"));
+        let limit = MAX_HEADER as usize;
+        assert!(claim(MAX_HEADER + 1, limit + 1).contains("the limit is"));
+        let d = dir(&[(SINGLE, b"")]);
+        assert!(error(&d).contains("only 0 bytes long"));
+    }
+
+    #[test]
     fn hostile_headers_are_refused() {
         let max = usize::MAX;
-        let one = |shape: &str, from: usize, to: usize| {
-            let text =
-                format!(r#"{{"a":{{"dtype":"U8","shape":{shape},"data_offsets":[{from},{to}]}}}}"#);
+        let of = |dtype: &str, shape: &str, from: usize, to: usize| {
+            let text = format!(
+                r#"{{"a":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{from},{to}]}}}}"#
+            );
             header(&text, 8)
         };
-        assert!(no_panic(one("[2,4]", 0, 8)));
-        assert!(!no_panic(one("[2,3]", 0, 8)));
-        assert!(!no_panic(one("[1]", 4, 5)));
-        assert!(!no_panic(one("[9]", 0, 9)));
-        assert!(!no_panic(one(&format!("[{max}]"), 0, max)));
-        assert!(!no_panic(one(&format!("[{max},2]"), 0, 8)));
-        assert!(!no_panic(header(&"[".repeat(100_000), 0)));
-        assert!(!no_panic(u64::MAX.to_le_bytes().to_vec()));
-        let twice = r#"{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},
-            "b":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}"#;
-        assert!(!no_panic(header(twice, 8)));
+        let one = |shape: &str, from: usize, to: usize| of("U8", shape, from, to);
+        assert!(reads(one("[2,4]", 0, 8)));
+        // A length that does not fit the shape; a gap; past the end; products that overflow.
+        refusal(one("[2,3]", 0, 8));
+        refusal(one("[1]", 4, 5));
+        refusal(one("[9]", 0, 9));
+        refusal(one(&format!("[{max}]"), 0, max));
+        refusal(one(&format!("[{max},2]"), 0, 8));
+        assert!(reads(of("F64", "[1]", 0, 8)));
+        refusal(of("F64", &format!("[{}]", max / 64 + 2), 0, 8));
+        refusal(header(&"[".repeat(100_000), 0));
+        let pair = |a: &str, b: &str| {
+            let text = format!(
+                r#"{{"a":{{"dtype":"U8","shape":[8],"data_offsets":{a}}},
+                    "b":{{"dtype":"U8","shape":[8],"data_offsets":{b}}}}}"#
+            );
+            header(&text, 16)
+        };
+        assert!(reads(pair("[0,8]", "[8,16]")));
+        refusal(pair("[0,8]", "[0,8]"));
+        refusal(pair("[0,8]", "[4,12]"));
+        refusal(pair("[8,0]", "[8,16]"));
+        // What the parser quotes of the header reaches the message cut and on one line.
+        let dtype = "\\n\\u001b".repeat(10_000);
+        let text = format!(r#"{{"a":{{"dtype":"{dtype}","shape":[],"data_offsets":[0,0]}}}}"#);
+        assert!(refusal(header(&text, 0)).contains("header is invalid"));
     }
 
     #[test]
     fn truncation_is_an_error_at_every_length() {
         let whole = file(&["a", "b", "c"], Dtype::F32, 3);
-        assert!((0..whole.len()).all(|length| !no_panic(whole[..length].to_vec())));
+        assert!((0..whole.len()).all(|length| !reads(whole[..length].to_vec())));
     }
 
     proptest! {
         #[test]
-        fn damage_never_panics(at in 0usize..300, byte: u8) {
+        fn damage_never_panics(damage in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6)) {
             let mut bytes = file(&["a", "b"], Dtype::U32, 0);
-            let at = at % bytes.len();
-            bytes[at] = byte;
-            no_panic(bytes);
+            let len = bytes.len();
+            for (at, byte) in damage {
+                bytes[at % len] = byte;
+            }
+            reads(bytes);
+        }
+
+        /// Bytes at random rarely leave the JSON valid; numbers at random do.
+        #[test]
+        fn numbers_never_panic(
+            shape in prop::collection::vec(prop_oneof![0usize..4, any::<usize>()], 0..4),
+            from in prop_oneof![0usize..17, any::<usize>()],
+            to in prop_oneof![0usize..17, any::<usize>()],
+            dtype in prop::sample::select(vec!["U8", "F4", "BF16", "F64", "X"]),
+        ) {
+            let text = format!(
+                r#"{{"a":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[{from},{to}]}}}}"#
+            );
+            reads(header(&text, 16));
         }
     }
 }

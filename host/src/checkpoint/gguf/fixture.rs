@@ -6,6 +6,8 @@ pub(super) const STRING: u32 = 8;
 /// A GGUF file in the making.
 pub(super) struct Gguf {
     pub(super) version: u32,
+    /// What the data is aligned to; the file says so only if `general.alignment` is set.
+    pub(super) alignment: usize,
     pub(super) pairs: Vec<(String, u32, Vec<u8>)>,
     /// Name, dimensions innermost first, ggml type, data.
     pub(super) tensors: Vec<(String, Vec<u64>, u32, Vec<u8>)>,
@@ -29,6 +31,7 @@ impl Gguf {
     pub(super) fn llama() -> Self {
         let mut file = Self {
             version: 3,
+            alignment: 32,
             pairs: Vec::new(),
             tensors: Vec::new(),
         };
@@ -92,9 +95,9 @@ impl Gguf {
             out.extend(kind.to_le_bytes());
             out.extend((data.len() as u64).to_le_bytes());
             data.extend(bytes);
-            data.resize(data.len().next_multiple_of(32), 0);
+            data.resize(data.len().next_multiple_of(self.alignment), 0);
         }
-        out.resize(out.len().next_multiple_of(32), 0);
+        out.resize(out.len().next_multiple_of(self.alignment), 0);
         out.extend(data);
         out
     }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Number, Value, json};
 
-use super::Metadata;
+use super::{Metadata, Quoted};
 use crate::error::LoadError;
 
 const ARCHITECTURE: &str = "llama";
@@ -26,6 +26,8 @@ pub(super) struct Target {
     pub(super) module: String,
     /// `weight` or `bias`.
     pub(super) leaf: &'static str,
+    /// Whether it is a matrix; if not, it is a vector.
+    pub(super) matrix: bool,
     /// Rows are grouped by this many heads and were reordered within each.
     pub(super) heads: Option<u64>,
 }
@@ -37,8 +39,10 @@ impl Llama {
         match metadata.get_str("general.architecture") {
             Some(ARCHITECTURE) => {}
             Some(other) => {
-                let what =
-                    format!("architecture {other:?}; of GGUF files, only \"llama\" is supported");
+                let what = format!(
+                    "architecture {}; of GGUF files, only \"llama\" is supported",
+                    Quoted(other)
+                );
                 return Err(LoadError::unsupported(path, what)
                     .remedy("use the model's safetensors checkpoint instead"));
             }
@@ -155,21 +159,21 @@ impl Llama {
             (stem, "bias") => (stem, "bias"),
             _ => return None,
         };
-        let plain = |module: &str| Target {
-            module: module.to_owned(),
-            leaf,
-            heads: None,
-        };
         let Some(rest) = stem.strip_prefix("blk.") else {
-            let module = match (stem, leaf) {
-                ("token_embd", "weight") => "model.embed_tokens",
-                ("output_norm", "weight") => "model.norm",
-                ("output", "weight") => "lm_head",
+            let (module, matrix) = match stem {
+                "token_embd" => ("model.embed_tokens", true),
+                "output_norm" => ("model.norm", false),
+                "output" => ("lm_head", true),
                 // Per-frequency divisors (llama 3 scaling). No Hugging Face checkpoint has them.
-                ("rope_freqs", "weight") => "rope_freqs",
+                "rope_freqs" => ("rope_freqs", false),
                 _ => return None,
             };
-            return Some(plain(module));
+            return (leaf == "weight").then(|| Target {
+                module: module.to_owned(),
+                leaf,
+                matrix,
+                heads: None,
+            });
         };
         let (layer, part) = rest.split_once('.')?;
         let number: u64 = layer.parse().ok()?;
@@ -177,21 +181,25 @@ impl Llama {
         if number >= self.layers || number.to_string() != layer {
             return None;
         }
-        let (module, heads) = match part {
-            "attn_norm" => ("input_layernorm", None),
-            "attn_q" => ("self_attn.q_proj", Some(self.heads)),
-            "attn_k" => ("self_attn.k_proj", Some(self.kv_heads)),
-            "attn_v" => ("self_attn.v_proj", None),
-            "attn_output" => ("self_attn.o_proj", None),
-            "ffn_norm" => ("post_attention_layernorm", None),
-            "ffn_gate" => ("mlp.gate_proj", None),
-            "ffn_up" => ("mlp.up_proj", None),
-            "ffn_down" => ("mlp.down_proj", None),
+        let (module, projection, heads) = match part {
+            "attn_norm" => ("input_layernorm", false, None),
+            "attn_q" => ("self_attn.q_proj", true, Some(self.heads)),
+            "attn_k" => ("self_attn.k_proj", true, Some(self.kv_heads)),
+            "attn_v" => ("self_attn.v_proj", true, None),
+            "attn_output" => ("self_attn.o_proj", true, None),
+            "ffn_norm" => ("post_attention_layernorm", false, None),
+            "ffn_gate" => ("mlp.gate_proj", true, None),
+            "ffn_up" => ("mlp.up_proj", true, None),
+            "ffn_down" => ("mlp.down_proj", true, None),
             _ => return None,
         };
-        Some(Target {
+        // A norm has no bias; that of a projection is a vector.
+        let is_bias = leaf == "bias";
+        (projection || !is_bias).then(|| Target {
+            module: format!("model.layers.{layer}.{module}"),
+            leaf,
+            matrix: projection && !is_bias,
             heads,
-            ..plain(&format!("model.layers.{layer}.{module}"))
         })
     }
 }
@@ -262,7 +270,10 @@ impl Keys<'_> {
                 Ok(factor.map(|factor| json!({"rope_type": "linear", "factor": factor})))
             }
             other => {
-                let what = format!("rope scaling of type {other:?}; \"linear\" is supported");
+                let what = format!(
+                    "rope scaling of type {}; \"linear\" is supported",
+                    Quoted(other)
+                );
                 Err(LoadError::unsupported(self.path, what))
             }
         }

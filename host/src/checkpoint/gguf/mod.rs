@@ -21,7 +21,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::{Bytes, Entry, TensorData};
+use super::{Bytes, Entry, Quoted, TensorData};
 use crate::error::LoadError;
 use convert::{BLOCK, Kind, Part};
 use llama::{Llama, Target};
@@ -94,48 +94,49 @@ struct Loader<'a> {
 
 impl<'a> Loader<'a> {
     fn add(&mut self, info: &'a TensorInfo) -> Result<(), LoadError> {
-        let (path, name) = (self.path, &info.name);
+        let (path, name) = (self.path, Quoted(&info.name));
         let kind = Kind::from_id(info.kind).map_err(|kind| {
             let what =
-                format!("tensor {name:?} is {kind}; F32, F16, Q4_0, Q4_1 and Q8_0 are supported");
+                format!("tensor {name} is {kind}; F32, F16, Q4_0, Q4_1 and Q8_0 are supported");
             LoadError::unsupported(path, what).remedy(
                 "use a Q4_0, Q4_1, Q8_0 or F16 file of the model, or its safetensors checkpoint",
             )
         })?;
-        let Some(target) = self.llama.target(name) else {
-            let what = format!("tensor {name:?} has no place in a dense llama model");
+        let Some(target) = self.llama.target(&info.name) else {
+            let what = format!("tensor {name} has no place in a dense llama model");
             return Err(LoadError::unsupported(path, what));
         };
-        let (rows, cols, matrix) = match (info.shape.as_slice(), kind.bits()) {
-            (&[rows, cols], _) => (rows, cols, true),
-            (&[rows], None) => (rows, 1, false),
-            (shape, _) => {
-                let what = format!("tensor {name:?} has the shape {shape:?}, which it can't have");
+        // A quantized vector has no place: the scales of a bias would be taken for those of the weight.
+        let (rows, cols) = match (info.shape.as_slice(), target.matrix, kind.bits()) {
+            (&[rows, cols], true, _) => (rows, cols),
+            (&[rows], false, None) => (rows, 1),
+            (shape, ..) => {
+                let what = format!("tensor {name} has the shape {shape:?}, which it can't have");
                 return Err(LoadError::malformed(path, what));
             }
         };
         let Some(row) = kind.row_bytes(cols) else {
-            let what = format!("tensor {name:?}: rows of {cols} do not make blocks of {BLOCK}");
+            let what = format!("tensor {name}: rows of {cols} do not make blocks of {BLOCK}");
             return Err(LoadError::malformed(path, what));
         };
         let start = self.data_start.checked_add(info.offset);
         let range = start.and_then(|start| Some(start..start.checked_add(rows.checked_mul(row)?)?));
         let source = range.and_then(|range| {
-            self.ranges.push((range.start, range.end, name));
+            self.ranges.push((range.start, range.end, &info.name));
             self.file.slice(range)
         });
         let Some(source) = source else {
-            let what = format!("it ends before the data of tensor {name:?}");
+            let what = format!("it ends before the data of tensor {name}");
             return Err(LoadError::malformed(path, what)
                 .remedy("the download is incomplete: download the file again"));
         };
-        let head_dim = self.head_dim(&target, name, rows)?;
+        let head_dim = self.head_dim(&target, &name, rows)?;
         let template = Converted {
             part: Part::Rows,
             kind,
             rows,
             cols,
-            matrix,
+            matrix: target.matrix,
             head_dim,
             source,
         };
@@ -147,7 +148,7 @@ impl<'a> Loader<'a> {
     fn head_dim(
         &self,
         target: &Target,
-        name: &str,
+        name: &Quoted<'_>,
         rows: usize,
     ) -> Result<Option<usize>, LoadError> {
         let Some(heads) = target.heads else {
@@ -155,7 +156,7 @@ impl<'a> Loader<'a> {
         };
         let dim = self.llama.head_dim();
         if heads.checked_mul(dim) != Some(rows as u64) {
-            let what = format!("tensor {name:?} has {rows} rows for {heads} heads of size {dim}");
+            let what = format!("tensor {name} has {rows} rows for {heads} heads of size {dim}");
             return Err(LoadError::mismatch(self.path, what));
         }
         // Fits: it is at most `rows`.
@@ -199,7 +200,7 @@ impl<'a> Loader<'a> {
             if let [(_, end, first), (start, _, second)] = pair
                 && start < end
             {
-                let what = format!("tensors {first:?} and {second:?} overlap");
+                let what = format!("tensors {} and {} overlap", Quoted(first), Quoted(second));
                 return Err(LoadError::malformed(self.path, what));
             }
         }

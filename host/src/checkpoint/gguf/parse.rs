@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
+use super::Quoted;
 use super::metadata::{Array, ElementType, Metadata, Value};
 use crate::checkpoint::Bytes;
 use crate::error::LoadError;
@@ -98,7 +99,7 @@ fn pairs(reader: &mut Reader<'_>, count: u64) -> Result<BTreeMap<String, Value>,
             kind => scalar(reader, kind)?,
         };
         if pairs.contains_key(&key) {
-            return Err(reader.malformed(format!("key {key:?} is there twice")));
+            return Err(reader.malformed(format!("key {} is there twice", Quoted(&key))));
         }
         pairs.insert(key, value);
     }
@@ -167,15 +168,16 @@ fn table(
     let mut names = HashSet::new();
     for _ in 0..count {
         let name = reader.string()?;
+        let quoted = Quoted(name);
         let dims = reader.u32()?;
         if dims == 0 || dims > MAX_DIMS {
-            return Err(reader.malformed(format!("tensor {name:?} has {dims} dimensions")));
+            return Err(reader.malformed(format!("tensor {quoted} has {dims} dimensions")));
         }
         let mut shape = Vec::new();
         for _ in 0..dims {
             match usize::try_from(reader.u64()?) {
                 Ok(dim) if dim > 0 => shape.push(dim),
-                _ => return Err(reader.malformed(format!("tensor {name:?} has an invalid shape"))),
+                _ => return Err(reader.malformed(format!("tensor {quoted} has an invalid shape"))),
             }
         }
         shape.reverse();
@@ -185,11 +187,11 @@ fn table(
             return Err(reader.truncated());
         };
         if offset % alignment != 0 {
-            let what = format!("tensor {name:?} is not aligned to {alignment} bytes");
+            let what = format!("tensor {quoted} is not aligned to {alignment} bytes");
             return Err(reader.malformed(what));
         }
         if !names.insert(name) {
-            return Err(reader.malformed(format!("tensor {name:?} is there twice")));
+            return Err(reader.malformed(format!("tensor {quoted} is there twice")));
         }
         tensors.push(TensorInfo {
             name: name.to_owned(),

@@ -23,10 +23,12 @@ fn exercise(bytes: Vec<u8>) -> bool {
         return false;
     };
     let mut total = 0;
+    assert!(checkpoint.config().is_object());
     for name in checkpoint.names() {
         let tensor = checkpoint.tensor(name).unwrap().unwrap();
         let elements: usize = tensor.shape.iter().product();
         assert_eq!(tensor.bytes.len(), elements * tensor.dtype.size());
+        assert_eq!(checkpoint.bytes_of(name), Some(tensor.bytes.len() as u64));
         total += tensor.bytes.len() as u64;
     }
     assert_eq!(total, checkpoint.bytes());
@@ -120,6 +122,13 @@ fn what_is_not_supported_is_named() {
         message.contains("\"blk.0.attn_q.weight\" is Q4_K"),
         "{message}"
     );
+    // Whatever the tensor is for, and whether or not its shape is right.
+    let mut file = Gguf::llama();
+    file.tensor("v.patch_embd.weight", &[3, 3, 3], 30, 54);
+    assert!(fails(&file).contains("\"v.patch_embd.weight\" is BF16"));
+    let mut file = Gguf::llama();
+    file.tensors[1].2 = 99;
+    assert!(fails(&file).contains("ggml type 99"));
     let mut file = Gguf::llama();
     file.set("general.architecture", STRING, string("gemma3"));
     assert!(fails(&file).contains("\"gemma3\""));
@@ -132,6 +141,58 @@ fn what_is_not_supported_is_named() {
     let mut file = Gguf::llama();
     file.version = 1;
     assert!(fails(&file).contains("version 1"));
+    file.version = 3u32.swap_bytes();
+    assert!(fails(&file).contains("big-endian"));
+    let mut file = Gguf::llama();
+    file.set("split.count", 2, 2u16.to_le_bytes().into());
+    assert!(fails(&file).contains("split"));
+    file.set("split.count", 2, 1u16.to_le_bytes().into());
+    file.set("llama.expert_count", UINT32, 8u32.to_le_bytes().into());
+    assert!(fails(&file).contains("mixture of experts"));
+}
+
+#[test]
+fn biases_belong_to_projections_and_are_vectors() {
+    let mut file = Gguf::llama();
+    file.tensor("blk.0.attn_q.bias", &[32], 0, 128);
+    let checkpoint = open(file.bytes()).unwrap();
+    let bias = checkpoint.tensor("model.layers.0.self_attn.q_proj.bias");
+    assert_eq!(bias.unwrap().unwrap().shape, [32]);
+    // As a quantized matrix, its scales would take the place of those of the weight.
+    let mut file = Gguf::llama();
+    file.tensor("blk.0.attn_q.bias", &[32, 32], 3, 32 * 20);
+    assert!(fails(&file).contains("shape [32, 32], which it can't have"));
+    let mut file = Gguf::llama();
+    file.tensor("blk.0.attn_norm.bias", &[32], 0, 128);
+    assert!(fails(&file).contains("has no place"));
+    let mut file = Gguf::llama();
+    file.tensor("blk.0.attn_norm.weight", &[32, 1], 0, 128);
+    assert!(fails(&file).contains("which it can't have"));
+}
+
+#[test]
+fn what_is_not_gguf_is_told_so() {
+    for bytes in [&b""[..], b"GGU", b"GGML", b"lmgg\x03\0\0\0"] {
+        let error = open(bytes.to_vec()).unwrap_err().to_string();
+        assert!(error.contains("not a GGUF file"), "{error}");
+    }
+}
+
+#[test]
+fn a_file_is_known_by_its_content_and_through_links() {
+    let dir = tempfile::tempdir().unwrap();
+    let blob = dir.path().join("0123abcd");
+    std::fs::write(&blob, Gguf::llama().bytes()).unwrap();
+    assert!(Checkpoint::open(&blob).unwrap().gguf().is_some());
+    #[cfg(unix)]
+    {
+        let link = dir.path().join("m.gguf");
+        std::os::unix::fs::symlink(&blob, &link).unwrap();
+        assert_eq!(Checkpoint::open(&link).unwrap().path(), link);
+    }
+    let empty = dir.path().join("empty.gguf");
+    std::fs::write(&empty, "").unwrap();
+    assert!(Checkpoint::open(&empty).is_err());
 }
 
 #[test]
@@ -163,6 +224,26 @@ fn what_is_wrong_is_named() {
     let mut file = Gguf::llama();
     file.tensors.remove(0);
     assert!(fails(&file).contains("token_embd"));
+}
+
+#[test]
+fn alignment_is_honoured_when_it_is_a_power_of_two() {
+    let set = |file: &mut Gguf, value: u32| {
+        file.set("general.alignment", UINT32, value.to_le_bytes().into());
+    };
+    let mut file = Gguf::llama();
+    file.alignment = 128;
+    set(&mut file, 128);
+    assert!(exercise(file.bytes()));
+    // The offsets of this one are multiples of 32 only.
+    file.alignment = 32;
+    assert!(fails(&file).contains("not aligned to 128 bytes"));
+    for value in [0, 24, 48, 1 << 21, u32::MAX] {
+        set(&mut file, value);
+        assert!(fails(&file).contains("general.alignment is not a power of two"));
+    }
+    file.set("general.alignment", STRING, string("32"));
+    assert!(fails(&file).contains("general.alignment is not a power of two"));
 }
 
 #[test]
@@ -210,12 +291,93 @@ fn hostile_arrays_end_with_the_file() {
     }
 }
 
+#[test]
+fn hostile_counts_and_lengths_are_refused() {
+    let patched = |at: usize, value: u64| {
+        let mut bytes = Gguf::llama().bytes();
+        bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
+        open(bytes).unwrap_err().to_string()
+    };
+    // The number of tensors, that of pairs, the length of the first key, that of its value.
+    let (tensors, pairs, key) = (8, 16, 24);
+    let value = key + 8 + "general.architecture".len() + 4;
+    for huge in [u64::MAX, 1 << 40] {
+        assert!(patched(tensors, huge).contains(&format!("claims {huge} tensors")));
+        assert!(patched(pairs, huge).contains(&format!("claims {huge} metadata pairs")));
+        assert!(patched(key, huge).contains("ends too early"));
+        assert!(patched(value, huge).contains("ends too early"));
+    }
+    // Small enough to be believed: the table then runs into the tensor data.
+    patched(tensors, 1 << 18);
+    patched(pairs, 1 << 18);
+    patched(key, 1 << 10);
+    let mut file = Gguf::llama();
+    file.tensors[0].1 = vec![1; 5];
+    assert!(fails(&file).contains("has 5 dimensions"));
+    file.tensors[0].1 = vec![32, 0];
+    assert!(fails(&file).contains("invalid shape"));
+    file.tensors[0].0 = "\n".repeat(1 << 20);
+    let message = fails(&file);
+    assert!(message.len() < 600 && message.lines().count() <= 3);
+}
+
+/// SmolLM2, if the file was fetched.
+#[test]
+fn smollm2_is_what_its_publisher_says() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf");
+    if !path.exists() {
+        return;
+    }
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let mut config = checkpoint.config().clone();
+    let quantization = config.as_object_mut().unwrap().remove("quantization");
+    assert_eq!(quantization.unwrap()["group_size"], 32);
+    let expected = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100_000.0,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
+        "vocab_size": 49152, "tie_word_embeddings": true,
+    });
+    assert_eq!(config, expected);
+    let tokens = checkpoint.gguf().unwrap();
+    let tokens = tokens.get_array_of_str("tokenizer.ggml.tokens").unwrap();
+    assert_eq!(tokens.len(), 49152);
+    for layer in 0..30 {
+        for (module, rows, cols) in [
+            ("self_attn.q_proj", 576, 576),
+            ("self_attn.k_proj", 192, 576),
+            ("self_attn.v_proj", 192, 576),
+            ("self_attn.o_proj", 576, 576),
+            ("mlp.gate_proj", 1536, 576),
+            ("mlp.up_proj", 1536, 576),
+            ("mlp.down_proj", 576, 1536),
+        ] {
+            let name = format!("model.layers.{layer}.{module}.scales");
+            let scales = checkpoint.tensor(&name).unwrap().unwrap();
+            assert_eq!(scales.shape, [rows, cols / 32], "{name}");
+        }
+    }
+}
+
 proptest! {
     #[test]
-    fn damage_never_panics(damage in prop::collection::vec((0usize..1500, any::<u8>()), 1..4)) {
+    fn damage_never_panics(
+        damage in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6),
+        number in (any::<usize>(), prop_oneof![0u64..64, Just(u64::MAX), Just(1 << 63), any::<u64>()]),
+        whole: bool,
+    ) {
         let mut bytes = Gguf::llama().bytes();
+        // The header is the part with structure.
+        let len = bytes.len().min(1500);
         for (at, byte) in damage {
-            bytes[at] = byte;
+            bytes[at % len] = byte;
+        }
+        if !whole {
+            let at = number.0 % (len - 8);
+            bytes[at..at + 8].copy_from_slice(&number.1.to_le_bytes());
         }
         exercise(bytes);
     }
