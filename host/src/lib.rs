@@ -5,6 +5,7 @@ pub mod backend;
 pub mod checkpoint;
 pub mod engine;
 mod error;
+pub mod kernels;
 pub mod model;
 pub mod paths;
 pub mod plugin;

@@ -31,13 +31,16 @@ pub(crate) fn capture_panics() {
 pub fn catch<T>(body: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(body)).map_err(|payload| {
         let captured = LAST_PANIC.with_borrow_mut(Option::take);
-        captured.unwrap_or_else(|| {
+        let message = captured.unwrap_or_else(|| {
             let text = payload
                 .downcast_ref::<&str>()
                 .map(|s| (*s).to_owned())
                 .or_else(|| payload.downcast_ref::<String>().cloned());
             text.unwrap_or_else(|| "no message".to_owned())
-        })
+        });
+        // Leaked: its destructor could panic again, past this guard.
+        std::mem::forget(payload);
+        message
     })
 }
 
@@ -50,5 +53,16 @@ mod tests {
         assert_eq!(catch(|| 3), Ok(3));
         let message = catch(|| panic!("row {}", 7)).unwrap_err();
         assert!(message.contains("row 7"), "{message}");
+    }
+
+    #[test]
+    fn a_payload_that_panics_when_dropped_is_contained() {
+        struct Bomb;
+        impl Drop for Bomb {
+            fn drop(&mut self) {
+                panic!("dropped");
+            }
+        }
+        assert!(catch(|| std::panic::panic_any(Bomb)).is_err());
     }
 }

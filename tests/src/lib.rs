@@ -1,5 +1,11 @@
 //! What the tests share: where things are, and how to run them.
 
+pub mod decoding;
+pub mod gguf;
+pub mod tensors;
+
+pub mod cases;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
@@ -57,9 +63,18 @@ fn build() {
         if std::env::var_os("MLXHOST_TESTS_BUILT").is_some() {
             return;
         }
-        let packages = ["mlxhost", "ngram", "qwen_mtp", "scripted", "hostile"];
+        let packages = [
+            "mlxhost", "ngram", "qwen_mtp", "scripted", "hostile", "altered",
+        ];
         let mut cargo = Command::new(env!("CARGO"));
-        cargo.arg("build").current_dir(root());
+        // In the profile that this test or benchmark was built in.
+        let profile = match target_dir().file_name().and_then(|name| name.to_str()) {
+            Some("debug") | None => "dev".to_owned(),
+            Some(name) => name.to_owned(),
+        };
+        cargo
+            .args(["build", "--profile", &profile])
+            .current_dir(root());
         for package in packages {
             cargo.args(["-p", package]);
         }

@@ -6,7 +6,9 @@ use mlx_rs::{Array, Dtype, ops as mlx};
 use plugin_api::abi::{AttentionMask, GatedDelta, RawTensor};
 
 use super::handle::{Explain, OpResult, lent, lent_opt, op, run};
+use super::native::{self, MaskKind};
 use super::ops::{into_raws, slice_array};
+use crate::kernels::delta;
 
 pub(super) extern "C" fn matmul(a: RawTensor, b: RawTensor) -> RawTensor {
     op(|| lent(a)?.matmul(&*lent(b)?).explain())
@@ -21,16 +23,13 @@ pub(super) extern "C" fn quantized_matmul(
     bits: i32,
 ) -> RawTensor {
     op(|| {
-        mlx::quantized_matmul(
-            &*lent(x)?,
-            &*lent(w)?,
-            &*lent(scales)?,
-            &*lent(biases)?,
-            true,
-            group,
-            bits,
-        )
-        .explain()
+        let (x, w, scales, biases) = (lent(x)?, lent(w)?, lent(scales)?, lent(biases)?);
+        match native::quantized_matmul(&x, &w, &scales, &biases, group, bits) {
+            Some(product) => product,
+            None => {
+                mlx::quantized_matmul(&*x, &*w, &*scales, &*biases, true, group, bits).explain()
+            }
+        }
     })
 }
 
@@ -50,7 +49,11 @@ pub(super) extern "C" fn dequantize(
 pub(super) extern "C" fn rms_norm(x: RawTensor, weight: RawTensor, eps: f32) -> RawTensor {
     op(|| {
         let weight = lent_opt(weight)?;
-        fast::rms_norm(&*lent(x)?, weight.as_deref(), eps).explain()
+        let x = lent(x)?;
+        match native::rms_norm(&x, weight.as_deref(), eps) {
+            Some(normed) => normed,
+            None => fast::rms_norm(&*x, weight.as_deref(), eps).explain(),
+        }
     })
 }
 
@@ -72,6 +75,9 @@ pub(super) extern "C" fn rope(
                 offsets.shape()
             ));
         }
+        if let Some(turned) = native::rope(&x, dims, base, freqs.as_deref(), scale, &offsets) {
+            return turned;
+        }
         let base = freqs.is_none().then_some(base);
         fast::rope_dynamic(&*x, dims, false, base, scale, &*offsets, freqs.as_deref()).explain()
     })
@@ -87,13 +93,23 @@ pub(super) extern "C" fn attention(
 ) -> RawTensor {
     op(|| {
         let (q, k, v, mask) = (lent(q)?, lent(k)?, lent(v)?, lent_opt(mask)?);
-        let mask = match (kind, mask.as_deref()) {
-            (AttentionMask::NONE, _) => None,
-            (AttentionMask::CAUSAL, _) => Some(ScaledDotProductAttentionMask::Causal),
-            (AttentionMask::TENSOR, Some(mask)) => Some(ScaledDotProductAttentionMask::Array(mask)),
+        let native = |kind, mask| native::attention(&q, &k, &v, scale, kind, mask);
+        let (own, mask) = match (kind, mask.as_deref()) {
+            (AttentionMask::NONE, _) => (native(MaskKind::All, None), None),
+            (AttentionMask::CAUSAL, _) => (
+                native(MaskKind::Causal, None),
+                Some(ScaledDotProductAttentionMask::Causal),
+            ),
+            (AttentionMask::TENSOR, Some(mask)) => (
+                native(MaskKind::Given, Some(mask)),
+                Some(ScaledDotProductAttentionMask::Array(mask)),
+            ),
             (AttentionMask::TENSOR, None) => return Err("the mask is absent".to_owned()),
             (other, _) => return Err(format!("mask kind {other:?} is not known to this host")),
         };
+        if let Some(mixed) = own {
+            return mixed;
+        }
         fast::scaled_dot_product_attention(&*q, &*k, &*v, scale, mask, None).explain()
     })
 }
@@ -130,6 +146,18 @@ fn gated_delta_steps(inputs: &GatedDelta) -> OpResult<Vec<Array>> {
         && hv % hk == 0;
     if !consistent {
         return Err(shapes());
+    }
+    let rule = delta::GatedDelta {
+        batch: b as usize,
+        width: t as usize,
+        key_heads: hk as usize,
+        value_heads: hv as usize,
+        key_dim: dk as usize,
+        value_dim: dv as usize,
+        every_state: inputs.every_state,
+    };
+    if let Some(done) = native::gated_delta(rule, [&q, &k, &v, &decay, &beta, &state]) {
+        return done;
     }
     let dtype = v.dtype();
     let f32 = |x: &Array| x.as_dtype(Dtype::Float32).explain();

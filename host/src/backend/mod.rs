@@ -6,7 +6,9 @@
 
 mod handle;
 mod kernels;
+mod native;
 mod ops;
+mod primitive;
 mod weights;
 
 use std::sync::Once;
@@ -16,6 +18,7 @@ use abi_stable::std_types::RStr;
 use plugin_api::abi::{HostApi, HostApiRef, LogLevel};
 
 pub(crate) use handle::fail_with;
+pub use native::with_mlx_kernels;
 pub use weights::{on_weights_read, share_checkpoint};
 
 /// The table and its owner.
@@ -91,13 +94,15 @@ pub fn peak_memory() -> u64 {
 }
 
 extern "C" fn log(level: LogLevel, target: RStr<'_>, message: RStr<'_>) {
-    let (plugin, message) = (target.as_str(), message.as_str());
+    // For the user's terminal: one line each, whatever is in it.
+    let one_line = crate::text::one_line;
+    let (plugin, message) = (one_line(&target), one_line(&message));
     match level {
-        LogLevel::ERROR => tracing::error!(plugin, "{message}"),
-        LogLevel::WARN => tracing::warn!(plugin, "{message}"),
-        LogLevel::INFO => tracing::info!(plugin, "{message}"),
-        LogLevel::DEBUG => tracing::debug!(plugin, "{message}"),
-        _ => tracing::trace!(plugin, "{message}"),
+        LogLevel::ERROR => tracing::error!("plugin {plugin}: {message}"),
+        LogLevel::WARN => tracing::warn!("plugin {plugin}: {message}"),
+        LogLevel::INFO => tracing::info!("plugin {plugin}: {message}"),
+        LogLevel::DEBUG => tracing::debug!("plugin {plugin}: {message}"),
+        _ => tracing::trace!("plugin {plugin}: {message}"),
     }
 }
 

@@ -5,6 +5,7 @@ use mlx_rs::{Array, ops as mlx};
 use plugin_api::abi::{BinaryOp, DType, MAX_RANK, RawTensor, ReduceOp, TensorInfo, UnaryOp};
 
 use super::handle::{Explain, OpResult, from_mlx, from_raw, into_raw, lent, op, run, to_mlx};
+use super::native;
 
 /// The most elements a tensor may have: far beyond memory, far below overflow.
 const MAX_ELEMENTS: usize = 1 << 40;
@@ -379,6 +380,15 @@ fn gelu_tanh(x: &Array) -> OpResult<Array> {
 pub(super) extern "C" fn binary(code: BinaryOp, a: RawTensor, b: RawTensor) -> RawTensor {
     op(|| {
         let (a, b) = (&*lent(a)?, &*lent(b)?);
+        if code == BinaryOp::SILU_MUL {
+            return match native::silu_mul(a, b) {
+                Some(gated) => gated,
+                None => mlx::sigmoid(a)
+                    .and_then(|s| a.multiply(&s))
+                    .and_then(|s| s.multiply(b))
+                    .explain(),
+            };
+        }
         match code {
             BinaryOp::ADD => a.add(b),
             BinaryOp::SUB => a.subtract(b),

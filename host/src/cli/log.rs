@@ -14,6 +14,7 @@ pub fn init() {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(false)
         .event_format(Plain)
         .init();
 }

@@ -11,13 +11,16 @@ use plugin_api::abi::{
 use plugin_api::{Error, Result};
 
 use super::library::Library;
-use super::rows::Rows;
+use super::rows::{Rows, fault};
 use crate::backend;
 use crate::error::LoadError;
 use crate::model::{Model, TargetHandle};
 
 /// The deepest draft a host asks for, whatever a plugin claims.
 const MAX_DEPTH: u32 = 256;
+
+/// The most hidden states of the target that a drafter gets to see.
+const MAX_TAPS: usize = 64;
 
 /// Everything that makes a drafter; can be sent to the engine thread.
 #[derive(Clone)]
@@ -97,9 +100,13 @@ impl Drafter {
             max_depth: 0,
             _library: library,
         };
-        let info = raw.table.info()(raw.this).into_result()?;
-        if info.max_depth == 0 || info.taps.len() > 64 {
+        let info = raw.table.info()(raw.this).into_result().map_err(fault)?;
+        if info.max_depth == 0 {
             return Err(Error::failed("it says that it cannot draft"));
+        }
+        if info.taps.len() > MAX_TAPS {
+            let problem = format!("it wants {} hidden states", info.taps.len());
+            return Err(Error::failed(problem));
         }
         drafter.name = crate::text::one_line(&info.name);
         drafter.taps = info.taps.into();
@@ -118,8 +125,9 @@ impl Drafter {
             )));
         }
         let facts = target.facts();
-        self.raw.table.pair()(self.raw.this, &facts.as_abi()).into_result()?;
-        Ok(())
+        self.raw.table.pair()(self.raw.this, &facts.as_abi())
+            .into_result()
+            .map_err(fault)
     }
 
     /// A group of rows for requests that start now.
@@ -132,7 +140,9 @@ impl Drafter {
             facts: target.model().facts().as_abi(),
             rows: specs.into(),
         };
-        let raw = self.raw.table.open()(self.raw.this, &request).into_result()?;
+        let raw = self.raw.table.open()(self.raw.this, &request)
+            .into_result()
+            .map_err(fault)?;
         Ok(Rows::new(raw, self.clone(), target.clone()))
     }
 
@@ -185,8 +195,9 @@ fn load_raw(
         drafter: path.map(Into::into).into(),
         options: options.as_slice().into(),
     };
-    let raw = module.load()(backend::api(), &request).into_result();
-    raw.map_err(Error::from)
+    module.load()(backend::api(), &request)
+        .into_result()
+        .map_err(fault)
 }
 
 /// The plugin's refusal as an error about the drafter.

@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 use super::gate;
 use super::manifest::{Manifest, PluginFile};
 use crate::error::LoadError;
+use crate::text::one_line;
 
 /// A loaded plugin. It stays mapped until the process ends: Rust libraries can't be unloaded
 /// soundly (thread-locals, statics, abi_stable's layout cache).
@@ -84,7 +85,9 @@ fn map(file: &PluginFile) -> Result<PluginModuleRef, LoadError> {
         .join(format!("{}{}", file.digest(), std::env::consts::DLL_SUFFIX));
     write_verified(&copy, file).map_err(|e| failed(format!("can't copy it: {e}")))?;
     let library = open(&copy).map_err(|e| {
-        failed(format!("the system can't load it: {e}"))
+        // The loader's own words say which library or symbol is missing.
+        let why = std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string);
+        failed(format!("the system can't load it: {}", one_line(&why)))
             .remedy("is it built for this system, and are its own libraries installed?")
     })?;
     let module = gate::check_layout(file, &library);

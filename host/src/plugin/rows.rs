@@ -119,6 +119,6 @@ impl Rows {
 }
 
 /// A fault's message on one line: it is shown to the user.
-fn fault(fault: Fault) -> Error {
+pub(super) fn fault(fault: Fault) -> Error {
     Error::new(fault.code, crate::text::one_line(&fault.message))
 }

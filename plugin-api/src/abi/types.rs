@@ -149,6 +149,8 @@ codes! {
         AND = 10,
         /// Logical or.
         OR = 11,
+        /// `silu(a) * b`: the gate of a feed-forward block.
+        SILU_MUL = 12,
     }
 }
 

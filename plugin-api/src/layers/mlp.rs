@@ -1,5 +1,6 @@
 //! The gated feed-forward block.
 
+use crate::abi::BinaryOp;
 use crate::checkpoint::Weights;
 use crate::error::Result;
 use crate::layers::Linear;
@@ -32,7 +33,8 @@ impl Mlp {
 
     /// `[.., hidden]` to the same shape.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let gated = self.gate.forward(x)?.silu()?.mul(&self.up.forward(x)?)?;
+        let gate = self.gate.forward(x)?;
+        let gated = gate.binary(BinaryOp::SILU_MUL, &self.up.forward(x)?)?;
         self.down.forward(&gated)
     }
 }

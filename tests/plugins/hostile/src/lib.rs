@@ -1,1 +1,206 @@
-//! placeholder
+//! A drafter that misbehaves as told, to show that no drafter can change an answer.
+//!
+//! `behave` names what it does and `after` how many rounds it waits. Until then it proposes the
+//! pending token once more: right by chance alone.
+
+use plugin_api::abi::LogLevel;
+use plugin_api::{
+    Advance, Checkpoint, DType, DraftRequest, DraftRows, Drafter, DrafterInfo, Drafts, Error,
+    Options, Result, RowSpec, Target, TargetFacts, Tensor, export_plugin,
+};
+
+/// What a user's terminal should never be made to do.
+const LOUD: &str = "\x1b[31mred\x07\n\nand\r on many\n lines\x00 ";
+
+/// The drafter; it has no weights.
+struct Hostile {
+    behave: String,
+    after: u32,
+}
+
+/// Dropping it panics: as a field, or as the payload of another panic.
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("hostile destructor");
+    }
+}
+
+/// What every call does first: panics or fails, when that is what was asked for in `place`.
+fn misstep(behave: &str, place: &str) -> Result<()> {
+    match behave
+        .strip_suffix(place)
+        .and_then(|how| how.strip_suffix('-'))
+    {
+        Some("panic") => panic!("hostile {place}"),
+        Some("bomb") => std::panic::panic_any(Bomb),
+        Some("number") => std::panic::panic_any(7),
+        Some("error") => Err(Error::failed(format!("hostile {place}"))),
+        Some("loud") => Err(Error::invalid(LOUD.repeat(1000))),
+        _ => Ok(()),
+    }
+}
+
+impl Drafter for Hostile {
+    type Rows = HostileRows;
+
+    fn load(_checkpoint: Option<Checkpoint>, options: &mut Options) -> Result<Self> {
+        let behave: Option<String> = options.take("behave")?;
+        let behave = behave.ok_or_else(|| Error::invalid("hostile needs the option behave"))?;
+        misstep(&behave, "load")?;
+        Ok(Self {
+            behave,
+            after: options.take("after")?.unwrap_or(0),
+        })
+    }
+
+    fn info(&self) -> DrafterInfo {
+        misstep(&self.behave, "info").expect("info has no way to fail");
+        let claims = |what: &str| self.behave == what;
+        DrafterInfo {
+            name: match claims("loud-name") {
+                true => LOUD.repeat(100_000),
+                false => "hostile".into(),
+            },
+            weight_bytes: u64::MAX,
+            taps: match self.behave.as_str() {
+                "many-taps" => vec![plugin_api::Tap::FINAL; 1000],
+                "deep-tap" => vec![plugin_api::Tap::layer(9999)],
+                _ => Vec::new(),
+            },
+            default_depth: if claims("deep") { u32::MAX } else { 2 },
+            max_depth: match self.behave.as_str() {
+                "no-depth" => 0,
+                "deep" => u32::MAX,
+                _ => 4,
+            },
+        }
+    }
+
+    fn pair(&self, _target: &TargetFacts) -> Result<()> {
+        misstep(&self.behave, "pair")
+    }
+
+    fn open(&mut self, _: Target, _: &TargetFacts, rows: &[RowSpec]) -> Result<HostileRows> {
+        misstep(&self.behave, "open")?;
+        if self.behave == "loud-log" {
+            plugin_api::log(LogLevel::WARN, "hostile", LOUD);
+        }
+        Ok(HostileRows {
+            behave: self.behave.clone(),
+            rounds_left: self.after,
+            rows: rows.len(),
+            _bomb: (self.behave == "panic-drop").then(|| Bomb),
+        })
+    }
+}
+
+impl Drop for Hostile {
+    fn drop(&mut self) {
+        if self.behave == "panic-drop" {
+            panic!("hostile drop");
+        }
+    }
+}
+
+/// A group.
+struct HostileRows {
+    behave: String,
+    rounds_left: u32,
+    rows: usize,
+    _bomb: Option<Bomb>,
+}
+
+impl HostileRows {
+    fn acts(&self) -> bool {
+        self.rounds_left == 0
+    }
+
+    /// The same proposal for every row.
+    fn propose(&self, ids: &[i32]) -> Result<Drafts> {
+        Drafts::from_lists(&vec![ids.to_vec(); self.rows])
+    }
+
+    /// A draft that does not match what it says of itself.
+    fn shaped(&self, ids: Result<Tensor>, lens: &[u32]) -> Result<Drafts> {
+        Ok(Drafts {
+            ids: Some(ids?),
+            lens: lens.to_vec(),
+        })
+    }
+}
+
+impl DraftRows for HostileRows {
+    fn prefill(&mut self, _: &Advance<'_>) -> Result<()> {
+        misstep(&self.behave, "prefill")
+    }
+
+    fn draft(&mut self, request: &DraftRequest<'_>) -> Result<Drafts> {
+        let rows = self.rows as i32;
+        if !self.acts() {
+            return self.propose(&request.pending[..1]);
+        }
+        misstep(&self.behave, "draft")?;
+        match self.behave.as_str() {
+            "negative-id" => self.propose(&[-1]),
+            "least-id" => self.propose(&[i32::MIN]),
+            "large-id" => self.propose(&[i32::MAX]),
+            // The target draws no token of that number either: right up to the last one.
+            "late-id" => self.propose(&[request.pending[0], 1 << 30]),
+            "too-many" => self.propose(&[1; 40]),
+            "extra-row" => self.shaped(Tensor::from_slice(&[1], &[1, 1]), &vec![1; self.rows + 1]),
+            "no-row" => self.shaped(Tensor::from_slice(&[1], &[1, 1]), &[]),
+            "flat-ids" => self.shaped(Tensor::from_slice(&[1], &[1]), &[1]),
+            "narrow-ids" => self.shaped(Tensor::from_slice(&[1], &[rows, 1]), &[2]),
+            "tall-ids" => self.shaped(Tensor::from_slice(&[1, 1], &[rows + 1, 1]), &[1]),
+            "empty-ids" => self.shaped(Tensor::full(&[rows, 0], 0.0, DType::I32), &[1]),
+            "float-ids" => self.shaped(Tensor::full(&[rows, 1], 0.5, DType::F32), &[1]),
+            "long-ids" => self.shaped(Tensor::full(&[rows, 1], 5.0, DType::I64), &[1]),
+            "null-ids" => Ok(Drafts {
+                ids: None,
+                lens: vec![1; self.rows],
+            }),
+            "idle-ids" => self.shaped(Tensor::full(&[7, 7, 7], 0.0, DType::F32), &[0]),
+            "wide-ids" => self.shaped(Tensor::full(&[rows, 100_000], 9.0, DType::I32), &[1]),
+            _ => self.propose(&request.pending[..1]),
+        }
+    }
+
+    fn commit(&mut self, _: &Advance<'_>) -> Result<()> {
+        if self.acts() {
+            misstep(&self.behave, "commit")?;
+        }
+        self.rounds_left = self.rounds_left.saturating_sub(1);
+        Ok(())
+    }
+
+    fn filter_rows(&mut self, keep: &[usize]) -> Result<()> {
+        misstep(&self.behave, "filter")?;
+        self.rows = keep.len();
+        Ok(())
+    }
+
+    fn append(&mut self, other: Self) -> Result<()> {
+        self.rows += other.rows;
+        Ok(())
+    }
+
+    fn row_count(&self) -> usize {
+        match self.behave.as_str() {
+            "miscount" if self.acts() => self.rows + 1,
+            "panic-count" if self.acts() => panic!("hostile count"),
+            _ => self.rows,
+        }
+    }
+}
+
+export_plugin! {
+    drafter: Hostile,
+    name: "hostile",
+    families: [],
+    options: {
+        "behave": "what it does wrong",
+        "after": "rounds before it does, default 0",
+    },
+}

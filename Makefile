@@ -1,0 +1,99 @@
+# GNU make 3.81 or newer (what macOS ships). `make` alone lists the targets.
+
+CARGO   ?= cargo
+PYTHON  ?= python3
+PREFIX  ?= /usr/local
+DESTDIR ?=
+
+# For `make run`.
+PLUGIN ?= qwen_mtp
+PROMPT ?= Write a short story about a lighthouse keeper.
+ARGS   ?=
+# Reaches the recipe through the environment, so that quotes in it do no harm.
+export PROMPT
+
+PLUGINS := ngram qwen_mtp
+PLUGIN_PACKAGES := $(PLUGINS:%=-p %)
+ifeq ($(shell uname -s),Darwin)
+SO := dylib
+else
+SO := so
+endif
+
+BIN      := $(DESTDIR)$(PREFIX)/bin
+LIB      := $(DESTDIR)$(PREFIX)/lib/mlxhost
+MODELS   := $(DESTDIR)$(PREFIX)/share/mlxhost/models
+TARGET   := smollm2-135m-instruct
+DRAFTERS := smollm2-mtp
+
+.PHONY: help build model run test lint bench install clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo '  make run PROMPT="..." PLUGIN=ngram ARGS="--temperature 0.7"'
+	@echo '  make install PREFIX=/usr/local DESTDIR='
+
+build: ## the program in target/release, the plugins in plugins/
+	$(CARGO) build --release -p mlxhost
+	$(CARGO) build --profile plugin $(PLUGIN_PACKAGES)
+	@# Renamed into place: whoever reads the old file keeps it whole.
+	@for name in $(PLUGINS); do \
+	  cp target/plugin/lib$$name.$(SO) plugins/.$$name.$(SO) && \
+	  mv -f plugins/.$$name.$(SO) plugins/$$name.$(SO) || exit 1; \
+	done
+
+model: ## fetch the demo model once (93 MB)
+	@$(PYTHON) models/fetch.py
+
+run: model build ## answer PROMPT with the demo model and drafter
+	target/release/mlxhost --plugin plugins/$(PLUGIN).$(SO) --prompt "$$PROMPT" --depth 3 --stats $(ARGS)
+
+test: model ## all tests
+	$(CARGO) build --workspace
+	MLXHOST_TESTS_BUILT=1 $(CARGO) test --workspace
+
+lint: ## formatting, clippy, rustdoc; and that no plugin reaches MLX
+	$(CARGO) fmt --check
+	$(CARGO) fmt --check --manifest-path mlx-sys/Cargo.toml
+	@tree=$$($(CARGO) tree $(PLUGIN_PACKAGES) -e normal) || exit 1; \
+	if printf '%s\n' "$$tree" | grep -E 'mlx-(sys|rs)'; then \
+	  echo 'a plugin depends on MLX' >&2; exit 1; \
+	fi
+	$(CARGO) clippy --workspace --all-targets -- -D warnings
+	$(CARGO) clippy --manifest-path mlx-sys/Cargo.toml --target-dir target/mlx-sys --all-targets -- -D warnings
+	RUSTDOCFLAGS='-D warnings' $(CARGO) doc -p mlxhost-plugin-api --no-deps
+
+bench: ## what the plugin boundary costs
+	$(CARGO) build --release -p qwen_mtp
+	MLXHOST_TESTS_BUILT=1 $(CARGO) bench -p mlxhost-tests
+
+install: model build ## program, plugins, libmlx and demo model below PREFIX
+	@# Cargo tells where libmlx lies: .../mlx/lib, on Linux with .../*.libs beside .../mlx.
+	@mlx=$$($(CARGO) build --release -p mlxhost --message-format=json 2>/dev/null \
+	  | grep -o '"native=[^"]*/mlx/lib"' | head -n 1 | sed 's/^"native=//; s/"$$//'); \
+	if [ ! -d "$$mlx" ]; then echo 'libmlx was not found' >&2; exit 1; fi; \
+	set -e; \
+	install -d "$(BIN)" "$(LIB)/plugins" "$(MODELS)/$(TARGET)"; \
+	install -m 755 target/release/mlxhost "$(BIN)/mlxhost"; \
+	for name in $(PLUGINS); do \
+	  install -m 755 plugins/$$name.$(SO) "$(LIB)/plugins/$$name.$(SO)"; \
+	done; \
+	rm -rf "$(LIB)/mlx" "$(LIB)"/*.libs; install -d "$(LIB)/mlx"; \
+	cp -R "$$mlx" "$(LIB)/mlx/"; \
+	for libs in "$$mlx"/../../*.libs; do \
+	  if [ -d "$$libs" ]; then cp -R "$$libs" "$(LIB)/"; fi; \
+	done; \
+	for file in models/$(TARGET)/*.gguf models/$(TARGET)/LICENSE.txt; do \
+	  install -m 644 "$$file" "$(MODELS)/$(TARGET)/"; \
+	done; \
+	for head in bf16 4bit; do \
+	  install -d "$(MODELS)/$(DRAFTERS)/$$head"; \
+	  install -m 644 models/$(DRAFTERS)/$$head/*.json* models/$(DRAFTERS)/$$head/*.safetensors "$(MODELS)/$(DRAFTERS)/$$head/"; \
+	done; \
+	install -m 644 models/$(DRAFTERS)/LICENSE models/$(DRAFTERS)/NOTICE "$(MODELS)/$(DRAFTERS)/"
+	@echo 'Installed. For the plugins: --plugin-dir $(PREFIX)/lib/mlxhost/plugins, or MLXHOST_PLUGIN_PATH.'
+
+clean: ## remove what was built (not the fetched model, nor the MLX cache)
+	$(CARGO) clean
+	rm -f plugins/*.so plugins/*.dylib

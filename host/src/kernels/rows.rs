@@ -1,0 +1,193 @@
+//! Kernels that treat rows one by one: norms, rotations, gates.
+
+use super::lanes::{Float, dot, exp_negative};
+use super::pool::{self, Shared};
+
+/// Elements below which a call stays on one thread.
+const SMALL: usize = 1 << 14;
+
+fn least_rows(width: usize) -> usize {
+    SMALL.div_ceil(width.max(1))
+}
+
+/// `weight * x / sqrt(mean(x^2) + eps)` for every row of `x` `[rows, width]`.
+///
+/// # Panics
+/// The lengths do not fit.
+pub fn rms_norm<T: Float>(x: &[T], weight: Option<&[f32]>, eps: f32, width: usize, out: &mut [T]) {
+    assert!(x.len() == out.len() && x.len().is_multiple_of(width));
+    assert!(weight.is_none_or(|weight| weight.len() == width));
+    let shared = Shared::new(out);
+    pool::split(x.len() / width, least_rows(width), |rows| {
+        let mut wide = vec![0.0f32; width];
+        for row in rows {
+            let x = &x[row * width..(row + 1) * width];
+            for (wide, x) in wide.iter_mut().zip(x) {
+                *wide = x.wide();
+            }
+            let scale = 1.0 / (dot(&wide, &wide) / width as f32 + eps).sqrt();
+            // SAFETY: every row belongs to one piece.
+            let out = unsafe { shared.slice(row * width, width) };
+            match weight {
+                Some(weight) => {
+                    for ((out, x), weight) in out.iter_mut().zip(&wide).zip(weight) {
+                        *out = T::narrow(x * scale * weight);
+                    }
+                }
+                None => {
+                    for (out, x) in out.iter_mut().zip(&wide) {
+                        *out = T::narrow(x * scale);
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// `silu(gate) * up`, element by element, where `silu(x) = x / (1 + e^-x)`.
+///
+/// # Panics
+/// The lengths differ.
+pub fn silu_mul<T: Float>(gate: &[T], up: &[T], out: &mut [T]) {
+    assert!(gate.len() == up.len() && gate.len() == out.len());
+    let shared = Shared::new(out);
+    pool::split(gate.len(), SMALL, |range| {
+        // SAFETY: every element belongs to one piece.
+        let out = unsafe { shared.slice(range.start, range.len()) };
+        let inputs = gate[range.clone()].iter().zip(&up[range]);
+        for (out, (gate, up)) in out.iter_mut().zip(inputs) {
+            let x = gate.wide();
+            // By the sign, so that the exponential never overflows.
+            let e = exp_negative(-x.abs());
+            let sigmoid = if x >= 0.0 { 1.0 } else { e } / (1.0 + e);
+            *out = T::narrow(x * sigmoid * up.wide());
+        }
+    });
+}
+
+/// What a rotary embedding turns by.
+#[derive(Clone, Copy)]
+pub struct Rotation<'a> {
+    /// The divisor of the position, per pair; dimension `j` is paired with `j + divisors.len()`.
+    pub divisors: &'a [f32],
+    /// A factor on the position.
+    pub scale: f32,
+}
+
+/// Where the heads of `[B, heads, T, D]` lie.
+#[derive(Clone, Copy)]
+pub struct HeadShape {
+    /// Rows.
+    pub batch: usize,
+    /// Heads of a row.
+    pub heads: usize,
+    /// Columns.
+    pub width: usize,
+    /// Dimensions of a head.
+    pub dim: usize,
+    /// Elements between rows, heads and columns of the input; the output is row-major.
+    pub strides: [usize; 3],
+}
+
+/// Rotates every head of `x`; row `b`, column `t` stands at `offsets[b] + t`. Dimensions beyond the
+/// pairs are copied.
+///
+/// # Panics
+/// The lengths do not fit.
+pub fn rope<T: Float>(
+    x: &[T],
+    shape: HeadShape,
+    rotation: Rotation<'_>,
+    offsets: &[i32],
+    out: &mut [T],
+) {
+    let HeadShape {
+        batch,
+        heads,
+        width,
+        dim,
+        strides,
+    } = shape;
+    let pairs = rotation.divisors.len();
+    assert!(2 * pairs <= dim && offsets.len() == batch && out.len() == batch * heads * width * dim);
+    let shared = Shared::new(out);
+    let columns = batch * width;
+    pool::split(columns, least_rows(heads * dim * 4), |range| {
+        let mut turns = vec![(0.0f32, 0.0f32); pairs];
+        for column in range {
+            let (row, t) = (column / width, column % width);
+            let position = rotation.scale * (offsets[row] + t as i32) as f32;
+            for (turn, divisor) in turns.iter_mut().zip(rotation.divisors) {
+                *turn = (position / divisor).sin_cos();
+            }
+            for head in 0..heads {
+                let from = row * strides[0] + head * strides[1] + t * strides[2];
+                let x = &x[from..from + dim];
+                // SAFETY: every column belongs to one piece.
+                let out = unsafe { shared.slice(((row * heads + head) * width + t) * dim, dim) };
+                for (pair, &(sin, cos)) in turns.iter().enumerate() {
+                    let (a, b) = (x[pair].wide(), x[pair + pairs].wide());
+                    out[pair] = T::narrow(a * cos - b * sin);
+                    out[pair + pairs] = T::narrow(a * sin + b * cos);
+                }
+                out[2 * pairs..].copy_from_slice(&x[2 * pairs..]);
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(n: usize) -> Vec<f32> {
+        (0..n)
+            .map(|i| ((i * 37 % 101) as f32 - 50.0) / 17.0)
+            .collect()
+    }
+
+    #[test]
+    fn norms_and_gates_are_what_double_precision_says() {
+        let (x, weight) = (values(3 * 70), values(70));
+        let mut out = vec![0.0; x.len()];
+        rms_norm(&x, Some(&weight), 1e-5, 70, &mut out);
+        for (x, out) in x.chunks(70).zip(out.chunks(70)) {
+            let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / 70.0;
+            for i in 0..70 {
+                let exact = f64::from(weight[i]) * f64::from(x[i]) / (mean + 1e-5).sqrt();
+                assert!((f64::from(out[i]) - exact).abs() < 1e-6 * (1.0 + exact.abs()));
+            }
+        }
+        let (gate, up) = (values(101), values(101));
+        let mut out = vec![0.0; 101];
+        silu_mul(&gate, &up, &mut out);
+        for i in 0..101 {
+            let x = f64::from(gate[i]);
+            let exact = x / (1.0 + (-x).exp()) * f64::from(up[i]);
+            assert!((f64::from(out[i]) - exact).abs() < 1e-6 * (1.0 + exact.abs()));
+        }
+    }
+
+    #[test]
+    fn a_rotation_keeps_lengths_and_position_zero() {
+        let x = values(2 * 3 * 2 * 8);
+        let shape = HeadShape {
+            batch: 2,
+            heads: 3,
+            width: 2,
+            dim: 8,
+            strides: [48, 16, 8],
+        };
+        let rotation = Rotation {
+            divisors: &[1.0, 10.0, 100.0],
+            scale: 1.0,
+        };
+        let mut out = vec![0.0; x.len()];
+        rope(&x, shape, rotation, &[0, 5], &mut out);
+        assert_eq!(out[..8], x[..8]);
+        for (a, b) in x.chunks(8).zip(out.chunks(8)) {
+            assert!((dot(a, a) - dot(b, b)).abs() < 1e-4);
+            assert_eq!(a[6..], b[6..]);
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! Engines in the test's own process, and what they answer.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use mlxhost::checkpoint::Checkpoint;
+use mlxhost::engine::{Engine, EngineConfig, Event, Finish, Request, Round, Running, Stats};
+use mlxhost::plugin::{DrafterSource, Library, PluginFile};
+use mlxhost::text::{GgufVocab, Tokenizer};
+use plugin_api::sampling::Sampling;
+use serde_json::{Value, json};
+
+use crate::plugin;
+
+/// An engine that serves the model at `path`. Hold [`crate::engine_lock`] while it lives.
+pub fn engine(path: &Path, drafter: Option<DrafterSource>) -> Engine {
+    let checkpoint = Arc::new(Checkpoint::open(path).expect("the model opens"));
+    let tokenizer = match checkpoint.gguf() {
+        None => Tokenizer::from_dir(path),
+        Some(metadata) => GgufVocab::from_metadata(path, metadata)
+            .and_then(|vocabulary| Tokenizer::from_gguf(path, vocabulary)),
+    };
+    let config = EngineConfig {
+        checkpoint,
+        tokenizer: Some(Arc::new(tokenizer.expect("the model has a tokenizer"))),
+        drafter,
+    };
+    Engine::start(config, |_| {}).expect("the engine starts")
+}
+
+/// A drafter of this workspace's plugin `name`.
+pub fn drafter(name: &str, checkpoint: Option<&Path>, options: &[(&str, &str)]) -> DrafterSource {
+    let file = PluginFile::read(&plugin(name)).expect("a plugin");
+    let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+    DrafterSource {
+        library: Library::load(&file).expect("the plugin loads"),
+        checkpoint: checkpoint.map(Path::to_owned),
+        options: options.iter().map(owned).collect(),
+    }
+}
+
+/// A greedy request that only its limit ends.
+pub fn request(prompt: &[i32], max_tokens: usize) -> Request {
+    Request {
+        prompt: prompt.to_vec(),
+        sampling: Sampling::default(),
+        max_tokens,
+        stop_ids: Vec::new(),
+        stop: Vec::new(),
+        depth: None,
+    }
+}
+
+/// Sampling with every filter in use.
+pub fn sampled(seed: u64) -> Sampling {
+    Sampling {
+        temperature: 0.8,
+        top_p: 0.9,
+        top_k: 40,
+        min_p: 0.02,
+        seed,
+    }
+}
+
+/// An answer. Equal means that a user could not tell them apart, whatever was drafted.
+#[derive(Clone, Debug)]
+pub struct Reply {
+    pub tokens: Vec<i32>,
+    pub text: String,
+    pub finish: Finish,
+    /// The text that came with each token.
+    pub pieces: Vec<String>,
+    pub stats: Stats,
+}
+
+impl PartialEq for Reply {
+    fn eq(&self, other: &Self) -> bool {
+        let seen = |r: &Self| (r.tokens.clone(), r.text.clone(), r.finish);
+        seen(self) == seen(other)
+    }
+}
+
+impl Reply {
+    /// Drafted and accepted tokens of every round.
+    pub fn rounds(&self) -> Vec<(usize, usize)> {
+        let counts = |round: &Round| (round.drafted.len(), round.accepted);
+        self.stats.rounds.iter().map(counts).collect()
+    }
+}
+
+/// Waits for the end of an answer.
+pub fn collect(running: Running) -> Reply {
+    let (mut tokens, mut pieces, mut drafted) = (Vec::new(), Vec::new(), 0);
+    for event in running {
+        match event {
+            Event::Token(token) => {
+                tokens.push(token.id);
+                pieces.push(token.text);
+                drafted += usize::from(token.drafted);
+            }
+            Event::Done(answer) => {
+                assert_eq!(answer.stats.tokens, tokens.len());
+                assert_eq!(answer.stats.accepted_tokens(), drafted);
+                return Reply {
+                    text: pieces.concat() + &answer.rest,
+                    tokens,
+                    pieces,
+                    finish: answer.finish,
+                    stats: answer.stats,
+                };
+            }
+            Event::Failed(why) => panic!("the answer broke off: {why}"),
+        }
+    }
+    panic!("the engine ended without an answer")
+}
+
+/// Serves one request.
+pub fn ask(engine: &Engine, request: &Request) -> Reply {
+    collect(engine.submit(request.clone()).expect("a valid request"))
+}
+
+/// Serves requests as one group.
+pub fn ask_together(engine: &Engine, requests: &[Request]) -> Vec<Reply> {
+    let running = engine.submit_all(requests.to_vec());
+    let running = running.expect("valid requests");
+    running.into_iter().map(collect).collect()
+}
+
+/// The script of the `scripted` plugin: what it drafts in the groups that begin after it was written.
+pub struct Script {
+    dir: tempfile::TempDir,
+    rows: Vec<Value>,
+}
+
+impl Default for Script {
+    /// One that drafts nothing.
+    fn default() -> Self {
+        let script = Self {
+            dir: tempfile::tempdir().expect("a temporary directory"),
+            rows: Vec::new(),
+        };
+        script.write();
+        script
+    }
+}
+
+impl Script {
+    fn path(&self) -> PathBuf {
+        self.dir.path().join("script.json")
+    }
+
+    fn write(&self) {
+        let script = json!({"rows": self.rows, "depth": 4});
+        std::fs::write(self.path(), script.to_string()).expect("the script can be written");
+    }
+
+    /// The drafter that follows it.
+    pub fn drafter(&self) -> DrafterSource {
+        let path = self.path();
+        let path = path.to_str().expect("a path in UTF-8");
+        drafter("scripted", None, &[("script", path)])
+    }
+
+    /// Drafts nothing and checks nothing from now on.
+    pub fn clear(&mut self) {
+        self.rows.clear();
+        self.write();
+    }
+
+    /// For this request, whose plain answer is given, accepts so many tokens in each round.
+    pub fn add(&mut self, request: &Request, answer: &[i32], accept: &[usize]) {
+        self.rows.push(json!({
+            "prompt": request.prompt,
+            "seed": request.sampling.seed,
+            "answer": answer,
+            "accept": accept,
+        }));
+        self.write();
+    }
+}
+
+/// The rounds of an answer of `tokens` tokens with these accepted lengths, if nothing ends it before.
+pub fn forced_rounds(tokens: usize, depth: usize, accept: &[usize]) -> Vec<(usize, usize)> {
+    // The first token comes from the prompt's pass.
+    let (mut left, mut rounds) = (tokens - 1, Vec::new());
+    let mut accept = accept.iter().cycle();
+    while left > 0 {
+        let drafted = depth.min(left - 1);
+        let accepted = match drafted {
+            0 => 0,
+            _ => drafted.min(*accept.next().expect("a pattern")),
+        };
+        rounds.push((drafted, accepted));
+        left -= accepted + 1;
+    }
+    rounds
+}
+
+/// A small generator of patterns, the same in every run (splitmix64).
+pub struct Random(pub u64);
+
+impl Random {
+    /// A number below `n`.
+    pub fn below(&mut self, n: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) % n as u64) as usize
+    }
+
+    /// Accepted lengths from 0 to `depth`.
+    pub fn pattern(&mut self, depth: usize, len: usize) -> Vec<usize> {
+        (0..len).map(|_| self.below(depth + 1)).collect()
+    }
+}

@@ -1,0 +1,267 @@
+//! The real program against what other implementations computed (`fixtures/oracle`).
+//!
+//! Logits and hidden states within a tolerance that peers keep among each other; greedy tokens, and
+//! the drafts of multi-token-prediction heads, exactly.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use mlxhost_tests::gguf::{self, Kind};
+use mlxhost_tests::tensors::{self, Tensors, difference};
+use mlxhost_tests::{checkpoint, fixture, id_list, ids, json, plugin, run, run_json};
+
+/// Peers differ by up to 6e-5 on these checkpoints.
+const TOLERANCE: f32 = 2e-4;
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a path in UTF-8")
+}
+
+fn golden(name: &str) -> Value {
+    json(&fixture(&format!("oracle/goldens/{name}/golden.json")))
+}
+
+fn golden_tensors(name: &str) -> Tensors {
+    tensors::read(&fixture(&format!(
+        "oracle/goldens/{name}/tensors.safetensors"
+    )))
+}
+
+/// What `mlxhost eval` writes.
+fn eval(model: &Path, prompt: &[i32], taps: &str) -> Tensors {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let out = dir.path().join("out.safetensors");
+    let prompt = id_list(prompt);
+    let mut args = vec!["eval", "--model", text(model), "--prompt-tokens", &prompt];
+    args.extend(["--out", text(&out)]);
+    if !taps.is_empty() {
+        args.extend(["--taps", taps]);
+    }
+    let output = run(&args);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{args:?}: {stderr}");
+    tensors::read(&out)
+}
+
+/// The answer in JSON to a prompt of ids, greedy and regardless of end tokens.
+fn generate(model: &Path, prompt: &[i32], max_tokens: usize, more: &[&str]) -> Value {
+    let (prompt, limit) = (id_list(prompt), max_tokens.to_string());
+    let args = [
+        "--model",
+        text(model),
+        "--prompt-tokens",
+        &prompt,
+        "--max-tokens",
+        &limit,
+        "--ignore-eos",
+        "--temperature",
+        "0",
+    ];
+    run_json(&[&args, more].concat())
+}
+
+/// A target against its golden: all cases.
+fn agrees_with_peers(name: &str) {
+    let model = checkpoint(name);
+    let (golden, tensors) = (
+        golden(&format!("target-{name}")),
+        golden_tensors(&format!("target-{name}")),
+    );
+    for (case, expected) in golden["cases"].as_object().expect("cases") {
+        let prompt = ids(&expected["prompt"]);
+        let prefix = format!("{case}.tap");
+        let layers: Vec<_> = tensors
+            .keys()
+            .filter_map(|name| name.strip_prefix(&prefix))
+            .collect();
+        assert_eq!(layers.is_empty(), case != "A", "taps are of case A");
+        let mut taps = layers.clone();
+        if case == "A" {
+            taps.push("final");
+        }
+        let got = eval(&model, &prompt, &taps.join(","));
+        let close = |ours: &str, theirs: &str| {
+            let distance = difference(&got[ours], &tensors[theirs]);
+            assert!(distance < TOLERANCE, "{name} {theirs}: {distance}");
+        };
+        close("logits", &format!("{case}.logits"));
+        for layer in layers {
+            close(&format!("tap.{layer}"), &format!("A.tap{layer}"));
+        }
+        if case == "A" {
+            close("tap.final", "A.final_norm");
+        }
+        let greedy = ids(&expected["greedy"]);
+        let answer = generate(&model, &prompt, greedy.len(), &[]);
+        assert_eq!(ids(&answer["tokens"]), greedy, "{name} {case}");
+        assert_eq!(answer["finish_reason"], "length");
+    }
+}
+
+#[test]
+fn llama_agrees_with_peers() {
+    agrees_with_peers("llama-f32");
+}
+
+#[test]
+fn qwen3_agrees_with_peers() {
+    agrees_with_peers("qwen3-f32");
+}
+
+#[test]
+fn quantized_qwen3_agrees_with_peers() {
+    agrees_with_peers("qwen3-4bit-g32-f32");
+}
+
+#[test]
+fn qwen3_5_agrees_with_peers() {
+    agrees_with_peers("qwen3_5-f32");
+}
+
+#[test]
+fn quantized_qwen3_5_agrees_with_peers() {
+    agrees_with_peers("qwen3_5-4bit-g64-f32");
+}
+
+#[test]
+fn qwen3_5_as_published_agrees_with_peers() {
+    agrees_with_peers("qwen3_5-hf-f32");
+}
+
+/// The drafted ids and the accepted count of each round.
+fn rounds(answer: &Value) -> Vec<(Vec<i32>, usize)> {
+    let rounds = answer["rounds"].as_array().expect("rounds").iter();
+    let round = |round: &Value| (ids(&round["drafted"]), count(&round["accepted"]));
+    rounds.map(round).collect()
+}
+
+fn count(value: &Value) -> usize {
+    value.as_f64().expect("a number") as usize
+}
+
+/// A head's rounds against those of mlx-vlm, which keeps accepted rows as drafted.
+fn drafts_like_mlx_vlm(name: &str) {
+    let golden = golden(name);
+    let oracle = |key: &str| fixture("oracle").join(golden[key].as_str().expect(key));
+    let (target, head) = (oracle("target"), oracle("drafter"));
+    let plugin = plugin("qwen_mtp");
+    let depth = count(&golden["draft_block_size"]) - 1;
+    for run in ["A", "C"] {
+        let expected = &golden["runs"][run];
+        let (prompt, tokens) = (ids(&expected["prompt"]), ids(&expected["tokens"]));
+        // At its limit the peer drafts one token more than we do, who count the target's own token:
+        // going on a little keeps all its rounds away from our limit.
+        let answer = generate(
+            &target,
+            &prompt,
+            tokens.len() + 8,
+            &[
+                "--plugin",
+                text(&plugin),
+                "--drafter",
+                text(&head),
+                "--drafter-option",
+                "commit=keep",
+                "--depth",
+                &depth.to_string(),
+            ],
+        );
+        assert_eq!(answer["drafter"], "qwen_mtp");
+        assert_eq!(ids(&answer["tokens"])[..tokens.len()], tokens);
+        let ours = rounds(&answer);
+        let theirs = expected["rounds"].as_array().expect("rounds");
+        assert!(ours.len() >= theirs.len());
+        for (index, (round, (drafted, accepted))) in theirs.iter().zip(ours).enumerate() {
+            let draft = ids(&round["draft"][0]);
+            let case = format!("{name} {run}, round {index}");
+            assert_eq!(drafted[..draft.len()], draft, "{case}");
+            // The last one was drafted shorter.
+            let accepted = accepted.min(count(&expected["draft_lens"][index]));
+            assert_eq!(accepted, count(&expected["accept_lens"][index]), "{case}");
+        }
+    }
+}
+
+#[test]
+fn the_qwen3_5_head_drafts_like_mlx_vlm() {
+    drafts_like_mlx_vlm("spec-qwen3_5-mtp-f32");
+}
+
+#[test]
+fn the_quantized_qwen3_5_head_drafts_like_mlx_vlm() {
+    drafts_like_mlx_vlm("spec-qwen3_5-mtp-4bitf32");
+}
+
+#[test]
+fn the_quantized_head_on_a_quantized_target_drafts_like_mlx_vlm() {
+    drafts_like_mlx_vlm("spec-qwen3_5q-mtp-4bitf32");
+}
+
+#[test]
+fn the_head_inside_a_published_checkpoint_drafts_like_the_separate_one() {
+    let model = checkpoint("qwen3_5-hf-f32");
+    let (plugin, head) = (plugin("qwen_mtp"), checkpoint("qwen3_5_mtp-f32"));
+    let prompt = ids(&golden("target-qwen3_5-hf-f32")["cases"]["A"]["prompt"]);
+    for commit in ["commit=keep", "commit=recompute"] {
+        let options = [
+            "--plugin",
+            text(&plugin),
+            "--drafter-option",
+            commit,
+            "--depth",
+            "3",
+        ];
+        let inside = generate(&model, &prompt, 32, &options);
+        assert_eq!(inside["drafter"], "qwen_mtp");
+        let named = [&options[..], &["--drafter", text(&head)]].concat();
+        let separate = generate(&model, &prompt, 32, &named);
+        assert_eq!(rounds(&inside), rounds(&separate), "{commit}");
+        assert_eq!(inside["tokens"], separate["tokens"]);
+    }
+}
+
+/// The llama golden's prompt C and the logits for it.
+fn llama_case() -> (Vec<i32>, Tensors) {
+    let prompt = ids(&golden("target-llama-f32")["cases"]["C"]["prompt"]);
+    (prompt, golden_tensors("target-llama-f32"))
+}
+
+/// A GGUF file of the llama checkpoint.
+fn llama_gguf(dir: &Path, kind: Kind) -> PathBuf {
+    let file = dir.join("llama.gguf");
+    gguf::write(&checkpoint("llama-f32"), kind, &file);
+    file
+}
+
+#[test]
+fn a_gguf_file_says_what_the_checkpoint_it_was_made_of_says() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let (prompt, golden) = llama_case();
+    // F16 rounds weights by up to 5e-4 of their size.
+    for (kind, tolerance) in [(Kind::F32, TOLERANCE), (Kind::F16, 0.05)] {
+        let file = llama_gguf(dir.path(), kind);
+        let got = eval(&file, &prompt, "");
+        let distance = difference(&got["logits"], &golden["C.logits"]);
+        assert!(distance < tolerance, "{kind:?}: {distance}");
+        println!("{kind:?}: {distance}");
+    }
+}
+
+#[test]
+fn gguf_weights_stand_for_exactly_what_the_format_says() {
+    let (prompt, golden) = llama_case();
+    for kind in [Kind::F16, Kind::Q8_0, Kind::Q4_0, Kind::Q4_1] {
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let decoded = dir.path().join("decoded");
+        gguf::write_decoded(&checkpoint("llama-f32"), kind, &decoded);
+        let expected = eval(&decoded, &prompt, "");
+        let got = eval(&llama_gguf(dir.path(), kind), &prompt, "");
+        let distance = difference(&got["logits"], &expected["logits"]);
+        assert!(distance < TOLERANCE, "{kind:?}: {distance}");
+        // Else the comparison would say little.
+        let moved = difference(&expected["logits"], &golden["C.logits"]);
+        assert!(moved > TOLERANCE, "{kind:?} changes nothing: {moved}");
+        println!("{kind:?}: {distance}, moved {moved}");
+    }
+}
