@@ -7,7 +7,7 @@ DESTDIR ?=
 
 # For `make run`.
 PLUGIN ?= qwen_mtp
-PROMPT ?= Write a short story about a lighthouse keeper.
+PROMPT ?= Explain what a computer program is.
 ARGS   ?=
 # Reaches the recipe through the environment, so that quotes in it do no harm.
 export PROMPT

@@ -1,1 +1,186 @@
+//! The host's own kernels against MLX's, through the op table; and what the table refuses.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use plugin_api::abi::BinaryOp;
+use plugin_api::{DType, Mask, Result, Tensor, gated_delta};
+use proptest::prelude::*;
+
+use super::{install, with_mlx_kernels};
+
+/// MLX has global state: one test at a time.
+fn serial() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    install();
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Numbers in -1..1 that differ by seed.
+fn tensor(seed: u64, shape: &[i32]) -> Tensor {
+    let count: i32 = shape.iter().product();
+    let mut state = seed.wrapping_mul(2) + 1;
+    let values: Vec<f32> = (0..count)
+        .map(|_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(99);
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect();
+    Tensor::from_slice(&values, shape).expect("a tensor")
+}
+
+/// The largest difference between an op on the host's kernels and on MLX's.
+fn difference(op: impl Fn() -> Result<Tensor>) -> f32 {
+    let own = op().expect("the host's kernel");
+    let mlx = with_mlx_kernels(|| op().expect("MLX's kernel"));
+    assert_eq!(own.shape(), mlx.shape());
+    assert_eq!(own.dtype(), mlx.dtype());
+    let (own, mlx) = (own.to_vec::<f32>().unwrap(), mlx.to_vec::<f32>().unwrap());
+    let pairs = own.iter().zip(&mlx);
+    pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn norms_gates_and_rotations_agree_with_mlx(
+        (b, h, t) in (1..4i32, 1..4i32, 1..5i32),
+        half in 1..20i32,
+        seed in 0..1000u64,
+        narrow in any::<bool>(),
+    ) {
+        let _serial = serial();
+        let dtype = if narrow { DType::BF16 } else { DType::F32 };
+        // One step of the last place of numbers below 2, and some.
+        let bound = if narrow { 2e-2 } else { 2e-6 };
+        let d = 2 * half;
+        let x = tensor(seed, &[b, h, t, d]).astype(dtype).unwrap();
+        let w = tensor(seed + 1, &[d]).astype(dtype).unwrap();
+        prop_assert!(difference(|| x.rms_norm(Some(&w), 1e-5)) < bound * 4.0);
+        prop_assert!(difference(|| x.rms_norm(None, 1e-5)) < bound * 4.0);
+        let gate = |x: &Tensor| x.binary(BinaryOp::SILU_MUL, x);
+        prop_assert!(difference(|| gate(&x.scale(9.0)?)) < bound * 90.0);
+        let offsets: Vec<i32> = (0..b).map(|row| row * 37).collect();
+        let offsets = Tensor::from_slice(&offsets, &[b]).unwrap();
+        let dims = (half / 2 + 1) * 2;
+        let strided = x.transpose(&[0, 2, 1, 3]).unwrap();
+        let rope = |x: &Tensor| x.rope(dims.min(d), 1e4, None, 0.5, &offsets);
+        // The angle itself is rounded, differently.
+        prop_assert!(difference(|| rope(&x)) < bound.max(2e-4));
+        prop_assert!(difference(|| rope(&strided)) < bound.max(2e-4));
+        let freqs: Vec<f32> = (0..dims.min(d) / 2).map(|j| 1.0 + j as f32).collect();
+        let freqs = Tensor::from_slice(&freqs, &[dims.min(d) / 2]).unwrap();
+        let scaled = || x.rope(dims.min(d), 1e4, Some(&freqs), 1.0, &offsets);
+        prop_assert!(difference(scaled) < bound.max(2e-4));
+    }
+
+    #[test]
+    fn attention_agrees_with_mlx(
+        (b, kv_heads, repeat, t) in (1..4i32, 1..3i32, 1..4i32, 1..5i32),
+        (more, d) in (0..60i32, 1..40i32),
+        seed in 0..1000u64,
+    ) {
+        let _serial = serial();
+        let span = t + more;
+        let q = tensor(seed, &[b, kv_heads * repeat, t, d]);
+        // A view into a longer buffer, as caches give it.
+        let cached = |seed| tensor(seed, &[b, kv_heads, span + 7, d]).slice(2, 0, span);
+        let (k, v) = (cached(seed + 1).unwrap(), cached(seed + 2).unwrap());
+        for mask in [Mask::None, Mask::Causal] {
+            prop_assert!(difference(|| q.attention(&k, &v, 0.3, &mask)) < 2e-6);
+        }
+        let keys = Tensor::arange(0, span).unwrap().reshape(&[1, 1, 1, span]).unwrap();
+        let last: Vec<i32> = (0..b * t).map(|i| (i * 5) % span).collect();
+        let last = Tensor::from_slice(&last, &[b, 1, t, 1]).unwrap();
+        let mask = Mask::Tensor(keys.less_equal(&last).unwrap());
+        prop_assert!(difference(|| q.attention(&k, &v, 0.3, &mask)) < 2e-6);
+    }
+
+    #[test]
+    fn the_gated_delta_rule_agrees_with_mlx(
+        (b, t, hk, repeat) in (1..3i32, 1..6i32, 1..3i32, 1..3i32),
+        (dk, dv) in (1..40i32, 1..40i32),
+        every in any::<bool>(),
+        seed in 0..1000u64,
+    ) {
+        let _serial = serial();
+        let hv = hk * repeat;
+        let k = tensor(seed, &[b, t, hk, dk]).rms_norm(None, 1e-6).unwrap();
+        let k = k.scale((dk as f32).powf(-0.5)).unwrap();
+        let v = tensor(seed + 1, &[b, t, hv, dv]);
+        let gate = |seed| tensor(seed, &[b, t, hv]).sigmoid();
+        let (decay, beta) = (gate(seed + 2).unwrap(), gate(seed + 3).unwrap());
+        let state = tensor(seed + 4, &[b, hv, dv, dk]);
+        let run = || gated_delta(&k, &k, &v, &decay, &beta, &state, every);
+        let states = if every { t } else { 1 };
+        prop_assert!(difference(|| Ok(run()?.0)) < 5e-6);
+        for index in 0..states as usize {
+            prop_assert!(difference(|| Ok(run()?.1[index].clone())) < 5e-6);
+        }
+    }
+
+    #[test]
+    fn quantized_products_agree_with_mlx(
+        (rows, outputs, groups) in (1..20i32, 1..40i32, 1..5i32),
+        group in prop::sample::select(vec![32, 64, 128]),
+        bits in prop::sample::select(vec![4, 8]),
+        seed in 0..1000u64,
+    ) {
+        let _serial = serial();
+        let inputs = groups * group;
+        let x = tensor(seed, &[1, rows, inputs]);
+        let words: Vec<u32> = (0..outputs * inputs * bits / 32)
+            .map(|i| (i as u32).wrapping_mul(2_654_435_761) ^ seed as u32)
+            .collect();
+        let w = Tensor::from_slice(&words, &[outputs, inputs * bits / 32]).unwrap();
+        let scales = tensor(seed + 1, &[outputs, groups]).scale(0.1).unwrap();
+        let biases = tensor(seed + 2, &[outputs, groups]);
+        let product = || x.quantized_matmul(&w, &scales, &biases, group, bits);
+        let size = inputs as f32 * if bits == 4 { 2.5 } else { 27.0 };
+        prop_assert!(difference(product) < 2e-7 * size * 4.0);
+    }
+}
+
+#[test]
+fn indices_outside_an_axis_are_forced_into_it() {
+    let _serial = serial();
+    let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0], &[3]).unwrap();
+    let wild = Tensor::from_slice(&[-5, i32::MAX, 1], &[3]).unwrap();
+    assert_eq!(x.take(&wild, 0).unwrap().to_vec::<f32>().unwrap(), [1.0, 3.0, 2.0]);
+    let along = x.take_along_axis(&wild, 0).unwrap();
+    assert_eq!(along.to_vec::<f32>().unwrap(), [1.0, 3.0, 2.0]);
+}
+
+#[test]
+fn what_does_not_fit_is_an_error_that_says_so() {
+    let _serial = serial();
+    let x = tensor(1, &[2, 3]);
+    let y = tensor(2, &[4, 5]);
+    for (outcome, says) in [
+        (x.matmul(&y), "matmul"),
+        (x.reshape(&[7]), "reshape"),
+        (x.slice(1, 1, 9), "outside"),
+        (x.slice_update(&y, &[0, 0]), "slice_update"),
+        (Tensor::concat(&[&x, &y], 0), "concat"),
+        (x.take(&Tensor::arange(0, 1).unwrap(), 5), "axis 5"),
+        (Tensor::full(&[i32::MAX; 4], 0.0, DType::F32), "shape"),
+        (Tensor::full(&[-1], 0.0, DType::F32), "shape"),
+        (Tensor::from_bytes(&[0; 3], &[1], DType::F32), "3 bytes"),
+        (x.astype(DType(99)), "99"),
+        (x.binary(BinaryOp(99), &x), "99"),
+    ] {
+        let error = outcome.expect_err(says);
+        assert!(error.message().contains(says), "{error}");
+    }
+}
+
+#[test]
+fn padding_and_raggedness_leave_a_view_contiguous() {
+    let _serial = serial();
+    let x = Tensor::arange(0, 24).unwrap().reshape(&[2, 3, 4]).unwrap();
+    let columns = x.columns(&[0, 2], 2).unwrap();
+    let expected = [0, 1, 2, 3, 4, 5, 6, 7, 20, 21, 22, 23, 20, 21, 22, 23];
+    assert_eq!(columns.to_vec::<i32>().unwrap(), expected);
+    let turned = x.transpose(&[2, 0, 1]).unwrap();
+    assert_eq!(turned.to_vec::<i32>().unwrap()[..6], [0, 4, 8, 12, 16, 20]);
+}

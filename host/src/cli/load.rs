@@ -16,7 +16,7 @@ use super::error::CliError;
 
 /// The bundled target and its drafter, below a `models` directory.
 const BUNDLED_MODEL: &str = "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf";
-const BUNDLED_DRAFTER: &str = "smollm2-mtp/bf16";
+const BUNDLED_DRAFTER: &str = "smollm2-mtp/4bit";
 
 /// Shorter loads need no progress bar.
 const PATIENCE: Duration = Duration::from_millis(500);

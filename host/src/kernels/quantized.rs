@@ -1,7 +1,7 @@
 //! `y = x W^T` with `W` in MLX's affine form: 4 or 8 bits, a scale and a bias per group.
 //!
-//! Every sum runs over two sets of 16 lanes, even and odd blocks of 16 inputs, whatever the
-//! processor and the number of rows.
+//! Every sum runs over two sets of 16 lanes, even and odd blocks of 16 inputs, whatever the number of
+//! rows: a row's result is the same bit for bit alone and among others.
 
 use half::{bf16, f16};
 
@@ -54,7 +54,7 @@ pub struct QuantizedMatrix<'a> {
     pub bits: usize,
 }
 
-/// Rows of `x` that are taken together: as many sums as the registers hold.
+/// Rows of `x` that are multiplied with packed weights; more than these are worth unpacking for.
 const BLOCK: usize = 8;
 
 /// Outputs that a thread takes at a time.
@@ -77,7 +77,7 @@ impl QuantizedMatrix<'_> {
             self.words.len(),
             self.outputs * self.inputs * self.bits / 32
         );
-        let kernel = kernel();
+        let kernels = Kernels::best();
         let out = Shared::new(y);
         // A small product is done before another thread has noticed it.
         let small = rows * self.outputs * self.inputs < 1 << 16;
@@ -87,146 +87,295 @@ impl QuantizedMatrix<'_> {
         } else {
             tiles.min(pool::threads() * 8)
         };
-        let share = tiles.div_ceil(most.max(1));
-        pool::run(tiles.div_ceil(share.max(1)), |piece| {
-            let mut scratch = Scratch::new(self);
-            for tile in piece * share..((piece + 1) * share).min(tiles) {
-                let outputs = tile * TILE..((tile + 1) * TILE).min(self.outputs);
-                for first in (0..rows).step_by(BLOCK) {
-                    let count = BLOCK.min(rows - first);
-                    let x = &x[first * self.inputs..(first + count) * self.inputs];
-                    for output in outputs.clone() {
-                        let mut sums = [0.0; BLOCK];
-                        scratch.load(self, output);
-                        // SAFETY: `kernel` was chosen for what this processor has; the lengths were
-                        // checked above.
-                        unsafe { kernel(&scratch.row(self, output), x, count, &mut sums) };
-                        for (row, &sum) in sums[..count].iter().enumerate() {
-                            let at = (first + row) * self.outputs + output;
-                            // SAFETY: every element of `y` belongs to one piece.
-                            let out = unsafe { out.slice(at, 1) };
-                            out[0] = sum;
-                        }
-                    }
+        let share = tiles.div_ceil(most.max(1)).max(1);
+        pool::run(tiles.div_ceil(share), |piece| {
+            let mut tile = Tile::new(self);
+            for index in piece * share..((piece + 1) * share).min(tiles) {
+                tile.take(self, index * TILE);
+                if rows > BLOCK {
+                    tile.multiply_unpacked(kernels, x, rows, out, self.outputs);
+                } else if rows > 0 {
+                    tile.multiply_packed(kernels, x, rows, out, self.outputs);
                 }
             }
         });
     }
 }
 
-/// The scales and biases of one output, widened.
-struct Scratch {
+/// A few consecutive outputs of a matrix.
+struct Tile<'a> {
+    first: usize,
+    packed: Packed<'a>,
+    /// Scales and biases, widened where they are stored narrow.
     scales: Vec<f32>,
     biases: Vec<f32>,
-    output: Option<usize>,
+    /// `[outputs, inputs]`, for many rows.
+    weights: Vec<f32>,
 }
 
-impl Scratch {
-    fn new(matrix: &QuantizedMatrix<'_>) -> Self {
-        let groups = matrix.inputs / matrix.group;
-        Self {
-            scales: vec![0.0; groups],
-            biases: vec![0.0; groups],
-            output: None,
-        }
-    }
-
-    fn load(&mut self, matrix: &QuantizedMatrix<'_>, output: usize) {
-        if self.output != Some(output) {
-            let groups = self.scales.len();
-            matrix.scales.widen(output * groups, &mut self.scales);
-            matrix.biases.widen(output * groups, &mut self.biases);
-            self.output = Some(output);
-        }
-    }
-
-    fn row<'a>(&'a self, matrix: &QuantizedMatrix<'a>, output: usize) -> Row<'a> {
-        let words = matrix.inputs * matrix.bits / 32;
-        Row {
-            words: &matrix.words[output * words..(output + 1) * words],
-            scales: &self.scales,
-            biases: &self.biases,
-            group: matrix.group,
-            bits: matrix.bits,
-        }
-    }
-}
-
-/// One output's weights.
-struct Row<'a> {
+/// Packed weights of `outputs` consecutive outputs.
+#[derive(Clone, Copy)]
+struct Packed<'a> {
     words: &'a [u32],
-    scales: &'a [f32],
-    biases: &'a [f32],
+    outputs: usize,
+    inputs: usize,
     group: usize,
     bits: usize,
 }
 
-/// Multiplies one output's weights with `count` rows of `x`.
-type Kernel = unsafe fn(&Row<'_>, x: &[f32], count: usize, sums: &mut [f32; BLOCK]);
+impl<'a> Packed<'a> {
+    fn words_of(&self, output: usize) -> &'a [u32] {
+        let words = self.inputs * self.bits / 32;
+        &self.words[output * words..(output + 1) * words]
+    }
+}
 
-/// The best kernel for this processor.
-fn kernel() -> Kernel {
-    #[cfg(target_arch = "x86_64")]
-    {
-        if std::arch::is_x86_feature_detected!("avx512f") {
-            return x86::avx512;
-        }
-        if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma")
-        {
-            return x86::avx2;
+impl<'a> Tile<'a> {
+    fn new(matrix: &QuantizedMatrix<'a>) -> Self {
+        Self {
+            first: 0,
+            packed: Packed {
+                words: &[],
+                outputs: 0,
+                inputs: matrix.inputs,
+                group: matrix.group,
+                bits: matrix.bits,
+            },
+            scales: Vec::new(),
+            biases: Vec::new(),
+            weights: Vec::new(),
         }
     }
-    portable
+
+    /// Turns to the outputs from `first` on.
+    fn take(&mut self, matrix: &QuantizedMatrix<'a>, first: usize) {
+        let outputs = TILE.min(matrix.outputs - first);
+        let words = matrix.inputs * matrix.bits / 32;
+        let groups = matrix.inputs / matrix.group;
+        self.first = first;
+        self.packed.words = &matrix.words[first * words..(first + outputs) * words];
+        self.packed.outputs = outputs;
+        for (to, from) in [
+            (&mut self.scales, matrix.scales),
+            (&mut self.biases, matrix.biases),
+        ] {
+            to.resize(outputs * groups, 0.0);
+            from.widen(first * groups, to);
+        }
+    }
+
+    fn multiply_packed(
+        &self,
+        kernels: Kernels,
+        x: &[f32],
+        rows: usize,
+        out: Shared<f32>,
+        stride: usize,
+    ) {
+        let mut sums = [[0.0; BLOCK]; TILE];
+        let args = (self.packed, &self.scales[..], &self.biases[..]);
+        // SAFETY: the kernels were chosen for what this processor has, and all lengths fit.
+        unsafe { (kernels.packed)(args, x, rows, &mut sums) };
+        for row in 0..rows {
+            // SAFETY: an output of all rows belongs to one tile.
+            let out = unsafe { out.slice(row * stride + self.first, self.packed.outputs) };
+            for (out, sums) in out.iter_mut().zip(&sums) {
+                *out = sums[row];
+            }
+        }
+    }
+
+    fn multiply_unpacked(
+        &mut self,
+        kernels: Kernels,
+        x: &[f32],
+        rows: usize,
+        out: Shared<f32>,
+        stride: usize,
+    ) {
+        let (inputs, outputs) = (self.packed.inputs, self.packed.outputs);
+        let args = (self.packed, &self.scales[..], &self.biases[..]);
+        self.weights.resize(outputs * inputs, 0.0);
+        // SAFETY: as in `multiply_packed`.
+        unsafe { (kernels.unpack)(args, &mut self.weights) };
+        for first in (0..rows).step_by(DENSE_ROWS) {
+            let count = DENSE_ROWS.min(rows - first);
+            let x = &x[first * inputs..(first + count) * inputs];
+            let mut sums = [[0.0; BLOCK]; TILE];
+            // SAFETY: as above.
+            unsafe { (kernels.dense)(&self.weights, inputs, x, count, &mut sums) };
+            for row in 0..count {
+                let at = (first + row) * stride + self.first;
+                // SAFETY: an output of all rows belongs to one tile.
+                let out = unsafe { out.slice(at, outputs) };
+                for (out, sums) in out.iter_mut().zip(&sums) {
+                    *out = sums[row];
+                }
+            }
+        }
+    }
 }
 
-/// Written so that compilers make vectors of it.
-unsafe fn portable(row: &Row<'_>, x: &[f32], count: usize, sums: &mut [f32; BLOCK]) {
-    lanes_of(row, x, count, sums, |a, b, c| a * b + c);
+/// Rows that unpacked weights are multiplied with at a time.
+const DENSE_ROWS: usize = 6;
+
+/// Sums per output and row.
+type Sums = [[f32; BLOCK]; TILE];
+
+/// Packed weights with their scales and biases.
+type Weights<'a> = (Packed<'a>, &'a [f32], &'a [f32]);
+
+/// The inner loops for one kind of processor. All sum in the same order.
+#[derive(Clone, Copy)]
+struct Kernels {
+    /// All outputs of a tile with at most `BLOCK` rows of `x`.
+    packed: unsafe fn(Weights<'_>, x: &[f32], rows: usize, sums: &mut Sums),
+    /// A tile's weights, row-major.
+    unpack: unsafe fn(Weights<'_>, weights: &mut [f32]),
+    /// Unpacked weights with at most `DENSE_ROWS` rows of `x`.
+    dense: unsafe fn(weights: &[f32], inputs: usize, x: &[f32], rows: usize, sums: &mut Sums),
 }
 
-/// The algorithm over arrays of lanes; `fma` is `a * b + c`, fused where the processor has it.
-#[inline(always)]
-fn lanes_of(
-    row: &Row<'_>,
-    x: &[f32],
-    count: usize,
-    sums: &mut [f32; BLOCK],
-    fma: impl Fn(f32, f32, f32) -> f32,
-) {
-    let inputs = row.words.len() * 32 / row.bits;
-    let per_group = row.group / LANES;
-    let mut even = [[0.0f32; LANES]; BLOCK];
-    let mut odd = [[0.0f32; LANES]; BLOCK];
-    for block in 0..inputs / LANES {
-        let (scale, bias) = (row.scales[block / per_group], row.biases[block / per_group]);
+impl Kernels {
+    const PORTABLE: Self = Self {
+        packed: |weights, x, rows, sums| lanes::packed(weights, x, rows, sums, |a, b, c| a * b + c),
+        unpack: |weights, out| lanes::unpack(weights, out, |a, b, c| a * b + c),
+        dense: |weights, inputs, x, rows, sums| {
+            lanes::dense(weights, inputs, x, rows, sums, |a, b, c| a * b + c);
+        },
+    };
+
+    /// The best ones for this processor.
+    fn best() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if std::arch::is_x86_feature_detected!("avx512f") {
+                return x86::AVX512;
+            }
+            if std::arch::is_x86_feature_detected!("avx2")
+                && std::arch::is_x86_feature_detected!("fma")
+            {
+                return x86::AVX2;
+            }
+        }
+        Self::PORTABLE
+    }
+}
+
+/// The loops over arrays of lanes, written so that compilers make vectors of them; `fma` is
+/// `a * b + c`, fused where the processor has it.
+mod lanes {
+    use super::{BLOCK, LANES, Packed, Sums, Weights, total};
+
+    #[inline(always)]
+    fn block(
+        packed: &Packed<'_>,
+        words: &[u32],
+        block: usize,
+        scale: f32,
+        bias: f32,
+        fma: impl Fn(f32, f32, f32) -> f32,
+    ) -> [f32; LANES] {
         let mut weights = [0.0f32; LANES];
-        if row.bits == 4 {
-            let words = &row.words[block * 2..block * 2 + 2];
+        if packed.bits == 4 {
+            let words = &words[block * 2..block * 2 + 2];
             for (i, weight) in weights.iter_mut().enumerate() {
                 let q = words[i / 8] >> (4 * (i % 8)) & 15;
                 *weight = fma(q as f32, scale, bias);
             }
         } else {
-            let words = &row.words[block * 4..block * 4 + 4];
+            let words = &words[block * 4..block * 4 + 4];
             for (i, weight) in weights.iter_mut().enumerate() {
                 let q = words[i / 4] >> (8 * (i % 4)) & 255;
                 *weight = fma(q as f32, scale, bias);
             }
         }
-        let lanes = if block % 2 == 0 { &mut even } else { &mut odd };
-        for (m, lanes) in lanes.iter_mut().enumerate().take(count) {
-            let at = m * inputs + block * LANES;
-            let x = &x[at..at + LANES];
-            for i in 0..LANES {
-                lanes[i] = fma(x[i], weights[i], lanes[i]);
+        weights
+    }
+
+    #[inline(always)]
+    pub fn packed(
+        (packed, scales, biases): Weights<'_>,
+        x: &[f32],
+        rows: usize,
+        sums: &mut Sums,
+        fma: impl Fn(f32, f32, f32) -> f32 + Copy,
+    ) {
+        let (inputs, per_group) = (packed.inputs, packed.group / LANES);
+        let groups = inputs / packed.group;
+        for (output, sums) in sums.iter_mut().enumerate().take(packed.outputs) {
+            let words = packed.words_of(output);
+            let mut halves = [[[0.0f32; LANES]; BLOCK]; 2];
+            for at in 0..inputs / LANES {
+                let group = output * groups + at / per_group;
+                let weights = block(&packed, words, at, scales[group], biases[group], fma);
+                for (row, lanes) in halves[at % 2].iter_mut().enumerate().take(rows) {
+                    let x = &x[row * inputs + at * LANES..][..LANES];
+                    for i in 0..LANES {
+                        lanes[i] = fma(x[i], weights[i], lanes[i]);
+                    }
+                }
+            }
+            for row in 0..rows {
+                sums[row] = both(halves[0][row], halves[1][row]);
             }
         }
     }
-    for m in 0..count {
-        for i in 0..LANES {
-            even[m][i] += odd[m][i];
+
+    #[inline(always)]
+    pub fn unpack(
+        (packed, scales, biases): Weights<'_>,
+        out: &mut [f32],
+        fma: impl Fn(f32, f32, f32) -> f32 + Copy,
+    ) {
+        let per_group = packed.group / LANES;
+        let groups = packed.inputs / packed.group;
+        for (output, out) in out.chunks_exact_mut(packed.inputs).enumerate() {
+            let words = packed.words_of(output);
+            for (at, out) in out.chunks_exact_mut(LANES).enumerate() {
+                let group = output * groups + at / per_group;
+                out.copy_from_slice(&block(
+                    &packed,
+                    words,
+                    at,
+                    scales[group],
+                    biases[group],
+                    fma,
+                ));
+            }
         }
-        sums[m] = total(even[m]);
+    }
+
+    #[inline(always)]
+    pub fn dense(
+        weights: &[f32],
+        inputs: usize,
+        x: &[f32],
+        rows: usize,
+        sums: &mut Sums,
+        fma: impl Fn(f32, f32, f32) -> f32 + Copy,
+    ) {
+        for (weights, sums) in weights.chunks_exact(inputs).zip(sums) {
+            for (row, sum) in sums.iter_mut().enumerate().take(rows) {
+                let x = &x[row * inputs..(row + 1) * inputs];
+                let mut halves = [[0.0f32; LANES]; 2];
+                let blocks = x.chunks_exact(LANES).zip(weights.chunks_exact(LANES));
+                for (at, (x, w)) in blocks.enumerate() {
+                    for i in 0..LANES {
+                        halves[at % 2][i] = fma(x[i], w[i], halves[at % 2][i]);
+                    }
+                }
+                *sum = both(halves[0], halves[1]);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn both(mut even: [f32; LANES], odd: [f32; LANES]) -> f32 {
+        for i in 0..LANES {
+            even[i] += odd[i];
+        }
+        total(even)
     }
 }
 
@@ -234,135 +383,324 @@ fn lanes_of(
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{BLOCK, LANES, Row, lanes_of};
-    use crate::kernels::lanes::total;
+    use super::{BLOCK, Kernels, Packed, Sums, Weights, lanes};
 
-    /// # Safety
-    /// The processor has AVX2 and FMA.
+    pub const AVX2: Kernels = Kernels {
+        packed: packed_avx2,
+        unpack: unpack_avx2,
+        dense: dense_avx2,
+    };
+
+    pub const AVX512: Kernels = Kernels {
+        packed,
+        unpack,
+        dense,
+    };
+
     #[target_feature(enable = "avx2,fma")]
-    pub unsafe fn avx2(row: &Row<'_>, x: &[f32], count: usize, sums: &mut [f32; BLOCK]) {
-        lanes_of(row, x, count, sums, f32::mul_add);
+    fn packed_avx2(weights: Weights<'_>, x: &[f32], rows: usize, sums: &mut Sums) {
+        lanes::packed(weights, x, rows, sums, f32::mul_add);
     }
 
-    /// # Safety
-    /// The processor has AVX-512F; `x` has `count` rows of as many inputs as `row`.
-    #[target_feature(enable = "avx512f")]
-    pub unsafe fn avx512(row: &Row<'_>, x: &[f32], count: usize, sums: &mut [f32; BLOCK]) {
-        // SAFETY: the caller's promise, for every number of rows.
-        unsafe {
-            match (row.bits, count) {
-                (4, 1) => four::<1>(row, x, sums),
-                (4, 2) => four::<2>(row, x, sums),
-                (4, 3) => four::<3>(row, x, sums),
-                (4, 4) => four::<4>(row, x, sums),
-                (4, 5) => four::<5>(row, x, sums),
-                (4, 6) => four::<6>(row, x, sums),
-                (4, 7) => four::<7>(row, x, sums),
-                (4, _) => four::<8>(row, x, sums),
-                (_, 1) => eight::<1>(row, x, sums),
-                (_, 2) => eight::<2>(row, x, sums),
-                (_, 3) => eight::<3>(row, x, sums),
-                (_, 4) => eight::<4>(row, x, sums),
-                (_, 5) => eight::<5>(row, x, sums),
-                (_, 6) => eight::<6>(row, x, sums),
-                (_, 7) => eight::<7>(row, x, sums),
-                (_, _) => eight::<8>(row, x, sums),
-            }
-        }
+    #[target_feature(enable = "avx2,fma")]
+    fn unpack_avx2(weights: Weights<'_>, out: &mut [f32]) {
+        lanes::unpack(weights, out, f32::mul_add);
     }
 
-    /// The lanes of one row to its sum.
+    #[target_feature(enable = "avx2,fma")]
+    fn dense_avx2(weights: &[f32], inputs: usize, x: &[f32], rows: usize, sums: &mut Sums) {
+        lanes::dense(weights, inputs, x, rows, sums, f32::mul_add);
+    }
+
+    /// Where a tile's `N` outputs from one on begin, and how far apart they are.
+    #[derive(Clone, Copy)]
+    struct Outputs<'a> {
+        packed: Packed<'a>,
+        scales: &'a [f32],
+        biases: &'a [f32],
+        first: usize,
+    }
+
+    /// The sum of 32 lanes: even and odd blocks first, then as a tree.
     #[target_feature(enable = "avx512f")]
     fn reduce(even: __m512, odd: __m512) -> f32 {
-        let mut lanes = [0.0; LANES];
-        // SAFETY: 16 floats.
-        unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), _mm512_add_ps(even, odd)) };
-        total(lanes)
+        let sixteen = _mm512_add_ps(even, odd);
+        let eight = _mm256_add_ps(
+            _mm512_castps512_ps256(sixteen),
+            _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(sixteen))),
+        );
+        let four = _mm_add_ps(
+            _mm256_castps256_ps128(eight),
+            _mm256_extractf128_ps::<1>(eight),
+        );
+        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
     }
 
-    /// 4 bits: all 16 values that a group's weights can have fit one register, so that a permutation
-    /// by the packed words is the dequantization.
+    #[target_feature(enable = "avx512f")]
+    fn packed((packed, scales, biases): Weights<'_>, x: &[f32], rows: usize, sums: &mut Sums) {
+        let mut first = 0;
+        while first < packed.outputs {
+            let outputs = Outputs {
+                packed,
+                scales,
+                biases,
+                first,
+            };
+            let left = packed.outputs - first;
+            // As many outputs together as leave 16 sums in registers.
+            first += match rows {
+                1 if left >= 4 => several::<1, 4>(outputs, x, sums),
+                1 => several::<1, 1>(outputs, x, sums),
+                2 if left >= 4 => several::<2, 4>(outputs, x, sums),
+                2 => several::<2, 1>(outputs, x, sums),
+                3 if left >= 2 => several::<3, 2>(outputs, x, sums),
+                3 => several::<3, 1>(outputs, x, sums),
+                4 if left >= 2 => several::<4, 2>(outputs, x, sums),
+                4 => several::<4, 1>(outputs, x, sums),
+                5 => several::<5, 1>(outputs, x, sums),
+                6 => several::<6, 1>(outputs, x, sums),
+                7 => several::<7, 1>(outputs, x, sums),
+                _ => several::<8, 1>(outputs, x, sums),
+            };
+        }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    fn several<const M: usize, const N: usize>(
+        outputs: Outputs<'_>,
+        x: &[f32],
+        sums: &mut Sums,
+    ) -> usize {
+        assert!(x.len() == M * outputs.packed.inputs && M <= BLOCK);
+        // SAFETY: `x` has M rows, and the tile N outputs from `first` on.
+        let (even, odd) = unsafe {
+            if outputs.packed.bits == 4 {
+                four::<M, N>(outputs, x)
+            } else {
+                eight::<M, N>(outputs, x)
+            }
+        };
+        for n in 0..N {
+            for m in 0..M {
+                sums[outputs.first + n][m] = reduce(even[n][m], odd[n][m]);
+            }
+        }
+        N
+    }
+
+    /// Even and odd partial sums of N outputs and M rows.
+    type Partial<const M: usize, const N: usize> = ([[__m512; M]; N], [[__m512; M]; N]);
+
+    /// 32 weights of 4 bits: all 16 values that a group's weights can have fit one register, so that
+    /// a permutation by the packed words is the dequantization.
     ///
     /// # Safety
-    /// As [`avx512`], with `M` rows.
+    /// Four words lie behind the pointer.
     #[target_feature(enable = "avx512f")]
-    unsafe fn four<const M: usize>(row: &Row<'_>, x: &[f32], sums: &mut [f32; BLOCK]) {
-        let inputs = row.words.len() * 8;
-        debug_assert!(x.len() >= M * inputs);
-        let pairs = row.group / 32;
-        // SAFETY: all loads lie inside the row's words, scales and biases and inside `M` rows of
-        // `x`, as the loops' bounds say.
-        unsafe {
-            let steps = _mm512_setr_ps(
-                0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.,
-            );
-            let shifts =
-                _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
-            let halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-            let mut even = [_mm512_setzero_ps(); M];
-            let mut odd = [_mm512_setzero_ps(); M];
-            let mut words = row.words.as_ptr();
-            let mut x = x.as_ptr();
-            for (scale, bias) in row.scales.iter().zip(row.biases) {
-                let table = _mm512_fmadd_ps(steps, _mm512_set1_ps(*scale), _mm512_set1_ps(*bias));
-                for _ in 0..pairs {
-                    let packed = _mm512_castsi128_si512(_mm_loadu_si128(words.cast()));
-                    let low = _mm512_permutexvar_epi32(halves, packed);
-                    let high = _mm512_permutexvar_epi32(
-                        _mm512_add_epi32(halves, _mm512_set1_epi32(2)),
-                        packed,
-                    );
-                    let w0 = _mm512_permutexvar_ps(_mm512_srlv_epi32(low, shifts), table);
-                    let w1 = _mm512_permutexvar_ps(_mm512_srlv_epi32(high, shifts), table);
-                    for m in 0..M {
-                        let x = x.add(m * inputs);
-                        even[m] = _mm512_fmadd_ps(_mm512_loadu_ps(x), w0, even[m]);
-                        odd[m] = _mm512_fmadd_ps(_mm512_loadu_ps(x.add(16)), w1, odd[m]);
+    unsafe fn nibbles(words: *const u32, table: __m512) -> (__m512, __m512) {
+        let shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+        let low = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        let high = _mm512_setr_epi32(2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+        // SAFETY: the caller's promise.
+        let packed = _mm512_castsi128_si512(unsafe { _mm_loadu_si128(words.cast()) });
+        let pick = |half| {
+            let words = _mm512_permutexvar_epi32(half, packed);
+            _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), table)
+        };
+        (pick(low), pick(high))
+    }
+
+    #[target_feature(enable = "avx512f")]
+    fn table(scale: f32, bias: f32) -> __m512 {
+        let steps = _mm512_setr_ps(
+            0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.,
+        );
+        _mm512_fmadd_ps(steps, _mm512_set1_ps(scale), _mm512_set1_ps(bias))
+    }
+
+    /// 32 weights of 8 bits.
+    ///
+    /// # Safety
+    /// Eight words lie behind the pointer.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn bytes(words: *const u32, scale: f32, bias: f32) -> (__m512, __m512) {
+        let (scale, bias) = (_mm512_set1_ps(scale), _mm512_set1_ps(bias));
+        let widen = |from: *const u32| {
+            // SAFETY: four of the caller's words.
+            let bytes = unsafe { _mm_loadu_si128(from.cast()) };
+            _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), scale, bias)
+        };
+        // SAFETY: inside the eight words.
+        (widen(words), widen(unsafe { words.add(4) }))
+    }
+
+    /// # Safety
+    /// `x` has M rows of inputs, and the tile N outputs from `first` on.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn four<const M: usize, const N: usize>(
+        Outputs {
+            packed,
+            scales,
+            biases,
+            first,
+        }: Outputs<'_>,
+        x: &[f32],
+    ) -> Partial<M, N> {
+        let (inputs, words) = (packed.inputs, packed.inputs / 8);
+        let (groups, pairs) = (inputs / packed.group, packed.group / 32);
+        let mut even = [[_mm512_setzero_ps(); M]; N];
+        let mut odd = [[_mm512_setzero_ps(); M]; N];
+        let mut at = 0;
+        for group in 0..groups {
+            let mut tables = [_mm512_setzero_ps(); N];
+            for (n, slot) in tables.iter_mut().enumerate() {
+                let index = (first + n) * groups + group;
+                // SAFETY: a tile has scales and biases for every group of its outputs.
+                *slot =
+                    unsafe { table(*scales.get_unchecked(index), *biases.get_unchecked(index)) };
+            }
+            for _ in 0..pairs {
+                // SAFETY: columns `at..at + 32` of outputs and rows that are there.
+                unsafe {
+                    for n in 0..N {
+                        let from = packed.words.as_ptr().add((first + n) * words + at / 8);
+                        let (w0, w1) = nibbles(from, tables[n]);
+                        for m in 0..M {
+                            let x = x.as_ptr().add(m * inputs + at);
+                            even[n][m] = _mm512_fmadd_ps(_mm512_loadu_ps(x), w0, even[n][m]);
+                            odd[n][m] = _mm512_fmadd_ps(_mm512_loadu_ps(x.add(16)), w1, odd[n][m]);
+                        }
                     }
-                    words = words.add(4);
-                    x = x.add(32);
+                }
+                at += 32;
+            }
+        }
+        (even, odd)
+    }
+
+    /// # Safety
+    /// As [`four`].
+    #[target_feature(enable = "avx512f")]
+    unsafe fn eight<const M: usize, const N: usize>(
+        Outputs {
+            packed,
+            scales,
+            biases,
+            first,
+        }: Outputs<'_>,
+        x: &[f32],
+    ) -> Partial<M, N> {
+        let (inputs, words) = (packed.inputs, packed.inputs / 4);
+        let (groups, pairs) = (inputs / packed.group, packed.group / 32);
+        let mut even = [[_mm512_setzero_ps(); M]; N];
+        let mut odd = [[_mm512_setzero_ps(); M]; N];
+        for group in 0..groups {
+            for pair in 0..pairs {
+                let at = group * packed.group + pair * 32;
+                // SAFETY: as in `four`.
+                unsafe {
+                    for n in 0..N {
+                        let index = (first + n) * groups + group;
+                        let from = packed.words.as_ptr().add((first + n) * words + at / 4);
+                        let (scale, bias) =
+                            (*scales.get_unchecked(index), *biases.get_unchecked(index));
+                        let (w0, w1) = bytes(from, scale, bias);
+                        for m in 0..M {
+                            let x = x.as_ptr().add(m * inputs + at);
+                            even[n][m] = _mm512_fmadd_ps(_mm512_loadu_ps(x), w0, even[n][m]);
+                            odd[n][m] = _mm512_fmadd_ps(_mm512_loadu_ps(x.add(16)), w1, odd[n][m]);
+                        }
+                    }
                 }
             }
-            for m in 0..M {
-                sums[m] = reduce(even[m], odd[m]);
+        }
+        (even, odd)
+    }
+
+    #[target_feature(enable = "avx512f")]
+    fn unpack((packed, scales, biases): Weights<'_>, out: &mut [f32]) {
+        let groups = packed.inputs / packed.group;
+        for (output, out) in out.chunks_exact_mut(packed.inputs).enumerate() {
+            let words = packed.words_of(output);
+            for (at, out) in out.chunks_exact_mut(32).enumerate() {
+                let group = output * groups + at * 32 / packed.group;
+                let (scale, bias) = (scales[group], biases[group]);
+                let from = &words[at * packed.bits..(at + 1) * packed.bits];
+                // SAFETY: 32 weights take `bits` words, which `from` has; `out` has 32 elements.
+                unsafe {
+                    let (w0, w1) = if packed.bits == 4 {
+                        nibbles(from.as_ptr(), table(scale, bias))
+                    } else {
+                        bytes(from.as_ptr(), scale, bias)
+                    };
+                    _mm512_storeu_ps(out.as_mut_ptr(), w0);
+                    _mm512_storeu_ps(out.as_mut_ptr().add(16), w1);
+                }
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    fn dense(weights: &[f32], inputs: usize, x: &[f32], rows: usize, sums: &mut Sums) {
+        match rows {
+            1 => rows_of::<1>(weights, inputs, x, sums),
+            2 => rows_of::<2>(weights, inputs, x, sums),
+            3 => rows_of::<3>(weights, inputs, x, sums),
+            4 => rows_of::<4>(weights, inputs, x, sums),
+            5 => rows_of::<5>(weights, inputs, x, sums),
+            _ => rows_of::<6>(weights, inputs, x, sums),
+        }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    fn rows_of<const M: usize>(weights: &[f32], inputs: usize, x: &[f32], sums: &mut Sums) {
+        assert!(x.len() == M * inputs && inputs.is_multiple_of(32));
+        let outputs = weights.len() / inputs;
+        let mut first = 0;
+        while first < outputs {
+            // SAFETY: `x` has M rows, and there are as many outputs as are asked for.
+            unsafe {
+                first += if outputs - first >= 2 {
+                    product::<M, 2>(&weights[first * inputs..], inputs, x, &mut sums[first..])
+                } else {
+                    product::<M, 1>(&weights[first * inputs..], inputs, x, &mut sums[first..])
+                };
             }
         }
     }
 
     /// # Safety
-    /// As [`avx512`], with `M` rows.
+    /// `x` has M rows, `weights` at least N, of `inputs` elements, a multiple of 32.
     #[target_feature(enable = "avx512f")]
-    unsafe fn eight<const M: usize>(row: &Row<'_>, x: &[f32], sums: &mut [f32; BLOCK]) {
-        let inputs = row.words.len() * 4;
-        debug_assert!(x.len() >= M * inputs);
-        let pairs = row.group / 32;
-        // SAFETY: as in `four`.
-        unsafe {
-            let mut even = [_mm512_setzero_ps(); M];
-            let mut odd = [_mm512_setzero_ps(); M];
-            let mut bytes = row.words.as_ptr().cast::<u8>();
-            let mut x = x.as_ptr();
-            let widen = |from: *const u8| {
-                _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast())))
-            };
-            for (scale, bias) in row.scales.iter().zip(row.biases) {
-                let (scale, bias) = (_mm512_set1_ps(*scale), _mm512_set1_ps(*bias));
-                for _ in 0..pairs {
-                    let w0 = _mm512_fmadd_ps(widen(bytes), scale, bias);
-                    let w1 = _mm512_fmadd_ps(widen(bytes.add(16)), scale, bias);
+    unsafe fn product<const M: usize, const N: usize>(
+        weights: &[f32],
+        inputs: usize,
+        x: &[f32],
+        sums: &mut [[f32; BLOCK]],
+    ) -> usize {
+        let mut even = [[_mm512_setzero_ps(); M]; N];
+        let mut odd = [[_mm512_setzero_ps(); M]; N];
+        for at in (0..inputs).step_by(32) {
+            // SAFETY: columns `at..at + 32` of rows and outputs that are there.
+            unsafe {
+                for n in 0..N {
+                    let w = weights.as_ptr().add(n * inputs + at);
+                    let (w0, w1) = (_mm512_loadu_ps(w), _mm512_loadu_ps(w.add(16)));
                     for m in 0..M {
-                        let x = x.add(m * inputs);
-                        even[m] = _mm512_fmadd_ps(_mm512_loadu_ps(x), w0, even[m]);
-                        odd[m] = _mm512_fmadd_ps(_mm512_loadu_ps(x.add(16)), w1, odd[m]);
+                        let x = x.as_ptr().add(m * inputs + at);
+                        even[n][m] = _mm512_fmadd_ps(_mm512_loadu_ps(x), w0, even[n][m]);
+                        odd[n][m] = _mm512_fmadd_ps(_mm512_loadu_ps(x.add(16)), w1, odd[n][m]);
                     }
-                    bytes = bytes.add(32);
-                    x = x.add(32);
                 }
             }
+        }
+        for n in 0..N {
             for m in 0..M {
-                sums[m] = reduce(even[m], odd[m]);
+                sums[n][m] = reduce(even[n][m], odd[n][m]);
             }
         }
+        N
     }
 }
 
@@ -461,29 +799,50 @@ mod tests {
 
         #[test]
         fn every_kernel_agrees(
-            count in 1usize..=BLOCK,
+            rows in 1usize..=BLOCK,
+            outputs in 1usize..=TILE,
             groups in 1usize..6,
             bits in prop::sample::select(vec![4usize, 8]),
         ) {
             let inputs = groups * 32;
-            let case = case(count, 1, inputs, 32, bits);
-            let row = Row {
+            let case = case(rows, outputs, inputs, 32, bits);
+            let packed = Packed {
                 words: &case.words,
-                scales: &case.scales,
-                biases: &case.biases,
+                outputs,
+                inputs,
                 group: 32,
                 bits,
             };
-            let run = |kernel: Kernel| {
-                let mut sums = [0.0; BLOCK];
-                // SAFETY: the callers below checked for the features; the lengths fit.
-                unsafe { kernel(&row, &case.x, count, &mut sums) };
-                sums
-            };
-            let plain = run(portable);
-            let best = run(kernel());
-            for (a, b) in plain.iter().zip(best) {
-                prop_assert!((a - b).abs() < 1e-4, "{a} {b}");
+            let weights = (packed, &case.scales[..], &case.biases[..]);
+            let mut all = vec![Kernels::PORTABLE, Kernels::best()];
+            #[cfg(target_arch = "x86_64")]
+            if std::arch::is_x86_feature_detected!("fma") {
+                all.push(x86::AVX2);
+            }
+            let few = rows.min(DENSE_ROWS);
+            let results: Vec<_> = all
+                .into_iter()
+                .map(|kernels| {
+                    let (mut sums, mut dense) = ([[0.0; BLOCK]; TILE], [[0.0; BLOCK]; TILE]);
+                    let mut unpacked = vec![0.0; outputs * inputs];
+                    // SAFETY: the processor has what these need; the lengths fit.
+                    unsafe {
+                        (kernels.packed)(weights, &case.x, rows, &mut sums);
+                        (kernels.unpack)(weights, &mut unpacked);
+                        let x = &case.x[..few * inputs];
+                        (kernels.dense)(&unpacked, inputs, x, few, &mut dense);
+                    }
+                    // Unpacking first changes no bit.
+                    for output in 0..outputs {
+                        assert_eq!(sums[output][..few], dense[output][..few]);
+                    }
+                    sums
+                })
+                .collect();
+            for sums in &results[1..] {
+                for (a, b) in results[0].iter().flatten().zip(sums.iter().flatten()) {
+                    prop_assert!((a - b).abs() < 1e-4, "{} {}", a, b);
+                }
             }
         }
     }
