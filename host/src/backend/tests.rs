@@ -21,7 +21,9 @@ fn tensor(seed: u64, shape: &[i32]) -> Tensor {
     let mut state = seed.wrapping_mul(2) + 1;
     let values: Vec<f32> = (0..count)
         .map(|_| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(99);
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(99);
             (state >> 40) as f32 / (1 << 23) as f32 - 1.0
         })
         .collect();
@@ -146,7 +148,10 @@ fn indices_outside_an_axis_are_forced_into_it() {
     let _serial = serial();
     let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0], &[3]).unwrap();
     let wild = Tensor::from_slice(&[-5, i32::MAX, 1], &[3]).unwrap();
-    assert_eq!(x.take(&wild, 0).unwrap().to_vec::<f32>().unwrap(), [1.0, 3.0, 2.0]);
+    assert_eq!(
+        x.take(&wild, 0).unwrap().to_vec::<f32>().unwrap(),
+        [1.0, 3.0, 2.0]
+    );
     let along = x.take_along_axis(&wild, 0).unwrap();
     assert_eq!(along.to_vec::<f32>().unwrap(), [1.0, 3.0, 2.0]);
 }
