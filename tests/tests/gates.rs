@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use mlxhost_tests::cases::{Copy, altered_library, assert_refused, replace, stderr};
-use mlxhost_tests::{checkpoint, command, plugin, run, run_json};
+use mlxhost_tests::{checkpoint, plugin, run, run_json};
 use object::{Object, ObjectSection};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -121,12 +121,8 @@ fn a_broken_manifest_says_what_it_lacks() {
     ] {
         let (_dir, path) = with_manifest(&[(from, to)]);
         let says = ["its manifest", says, path.to_str().unwrap()];
-        if to.contains("../..") {
-            // A name of only dots would be plain; this one has a slash.
-            assert_refused(&inspect(&path), 2, &says);
-        } else {
-            assert_refused(&answer_with(&path), 2, &says);
-        }
+        assert_refused(&inspect(&path), 2, &says);
+        assert_refused(&answer_with(&path), 2, &says);
     }
 }
 
@@ -418,5 +414,4 @@ fn a_drafter_without_a_plugin_for_it_is_refused() {
     // With plugins at hand, decoding without them needs no drafter.
     let output = run(&[&args[..], &["--no-draft", "--max-tokens", "2"]].concat());
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    assert_eq!(command(&args).output().unwrap().status.code(), Some(2));
 }

@@ -1,6 +1,6 @@
 //! `mlxhost plugins`: looking at plugins without running them.
 
-use mlxhost::plugin::PluginFile;
+use mlxhost::plugin::{PluginFile, check_version};
 use serde_json::{Value, json};
 
 use super::args::{PluginsArgs, PluginsCommand};
@@ -67,7 +67,7 @@ fn print(file: &PluginFile) {
         "  api       built with {}, needs {} or newer",
         manifest.api, manifest.min_api
     );
-    match file.check_version() {
+    match check_version(file) {
         Ok(()) => println!("  verdict   this host can load it"),
         Err(error) => println!("  verdict   {}", error.kind()),
     }
@@ -88,6 +88,6 @@ fn describe(file: &PluginFile) -> Value {
         "min_api": manifest.min_api.to_string(),
         "families": manifest.families,
         "options": manifest.options,
-        "refused": file.check_version().err().map(|error| error.kind().to_string()),
+        "refused": check_version(file).err().map(|error| error.kind().to_string()),
     })
 }

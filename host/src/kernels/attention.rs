@@ -70,7 +70,14 @@ impl Attention {
                     *to = x.wide() * self.scale;
                 }
             }
-            self.mix(row, kv_head, k, v, visible, &mut scratch);
+            let key_head = KeyHead {
+                row,
+                index: kv_head,
+                keys: k,
+                values: v,
+                visible,
+            };
+            self.mix(&key_head, &mut scratch);
             for local in 0..shared_heads * width {
                 let (head, t) = (kv_head * shared_heads + local / width, local % width);
                 // SAFETY: every head of a row belongs to one piece.
@@ -93,77 +100,46 @@ impl Attention {
     }
 
     /// All queries of one key head: scores, softmax, and the mix of values.
-    fn mix<T: Float>(
-        &self,
-        row: usize,
-        kv_head: usize,
-        k: &[T],
-        v: &[T],
-        visible: Visible<'_>,
-        scratch: &mut Scratch,
-    ) {
+    fn mix<T: Float>(&self, head: &KeyHead<'_, T>, scratch: &mut Scratch) {
         #[cfg(target_arch = "x86_64")]
-        if std::arch::is_x86_feature_detected!("avx512f") {
-            // SAFETY: the processor has it.
-            return unsafe { self.mix_avx512(row, kv_head, k, v, visible, scratch) };
-        }
-        #[cfg(target_arch = "x86_64")]
-        if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma")
         {
-            // SAFETY: the processor has it.
-            return unsafe { self.mix_avx2(row, kv_head, k, v, visible, scratch) };
+            use std::arch::is_x86_feature_detected as has;
+            if has!("avx512f") {
+                // SAFETY: the processor has it.
+                return unsafe { self.mix_avx512(head, scratch) };
+            }
+            if has!("avx2") && has!("fma") {
+                // SAFETY: the processor has it.
+                return unsafe { self.mix_avx2(head, scratch) };
+            }
         }
-        self.mix_lanes(row, kv_head, k, v, visible, scratch);
+        self.mix_lanes(head, scratch);
     }
 
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f")]
-    unsafe fn mix_avx512<T: Float>(
-        &self,
-        row: usize,
-        kv_head: usize,
-        k: &[T],
-        v: &[T],
-        visible: Visible<'_>,
-        scratch: &mut Scratch,
-    ) {
-        self.mix_lanes(row, kv_head, k, v, visible, scratch);
+    fn mix_avx512<T: Float>(&self, head: &KeyHead<'_, T>, scratch: &mut Scratch) {
+        self.mix_lanes(head, scratch);
     }
 
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma")]
-    unsafe fn mix_avx2<T: Float>(
-        &self,
-        row: usize,
-        kv_head: usize,
-        k: &[T],
-        v: &[T],
-        visible: Visible<'_>,
-        scratch: &mut Scratch,
-    ) {
-        self.mix_lanes(row, kv_head, k, v, visible, scratch);
+    fn mix_avx2<T: Float>(&self, head: &KeyHead<'_, T>, scratch: &mut Scratch) {
+        self.mix_lanes(head, scratch);
     }
 
     #[inline(always)]
-    fn mix_lanes<T: Float>(
-        &self,
-        row: usize,
-        kv_head: usize,
-        k: &[T],
-        v: &[T],
-        visible: Visible<'_>,
-        scratch: &mut Scratch,
-    ) {
+    fn mix_lanes<T: Float>(&self, head: &KeyHead<'_, T>, scratch: &mut Scratch) {
         let (width, span, dim) = (self.width, self.span, self.dim);
         let queries = scratch.queries.len() / dim;
-        let seen = |t: usize, s: usize| match visible {
+        let seen = |t: usize, s: usize| match head.visible {
             Visible::All => true,
             Visible::Causal => s + width <= span + t,
-            Visible::Mask(mask) => mask[(row * width + t) * span + s],
+            Visible::Mask(mask) => mask[(head.row * width + t) * span + s],
         };
         for s in 0..span {
-            let from = self.at(1, row, kv_head, s);
-            for (to, x) in scratch.wide.iter_mut().zip(&k[from..from + dim]) {
+            let from = self.at(1, head.row, head.index, s);
+            for (to, x) in scratch.wide.iter_mut().zip(&head.keys[from..from + dim]) {
                 *to = x.wide();
             }
             for local in 0..queries {
@@ -181,8 +157,8 @@ impl Attention {
             softmax(scores);
         }
         for s in 0..span {
-            let from = self.at(2, row, kv_head, s);
-            for (to, x) in scratch.wide.iter_mut().zip(&v[from..from + dim]) {
+            let from = self.at(2, head.row, head.index, s);
+            for (to, x) in scratch.wide.iter_mut().zip(&head.values[from..from + dim]) {
                 *to = x.wide();
             }
             for local in 0..queries {
@@ -197,6 +173,15 @@ impl Attention {
             }
         }
     }
+}
+
+/// One key head of one row.
+struct KeyHead<'a, T> {
+    row: usize,
+    index: usize,
+    keys: &'a [T],
+    values: &'a [T],
+    visible: Visible<'a>,
 }
 
 /// What one piece works in.

@@ -16,7 +16,10 @@ pub(super) fn host_version() -> Version {
 
 /// Same major; a host that is newer than the plugin always serves it, an older one if the plugin
 /// says so.
-pub(super) fn check_version(file: &PluginFile) -> Result<(), LoadError> {
+///
+/// # Errors
+/// Which version the plugin needs, which one this host has, and what to do.
+pub fn check_version(file: &PluginFile) -> Result<(), LoadError> {
     let plugin = file.manifest();
     let host = host_version();
     let refuse =

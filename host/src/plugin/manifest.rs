@@ -9,7 +9,6 @@ use semver::Version;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::gate;
 use crate::error::LoadError;
 
 /// Larger files are not plugins: they have no weights in them.
@@ -87,14 +86,6 @@ impl PluginFile {
     /// SHA-256 of its content, hexadecimal.
     pub fn digest(&self) -> &str {
         &self.digest
-    }
-
-    /// The version gate.
-    ///
-    /// # Errors
-    /// Which version the plugin needs, which one this host has, and what to do.
-    pub fn check_version(&self) -> Result<(), LoadError> {
-        gate::check_version(self)
     }
 
     /// What it says of itself.

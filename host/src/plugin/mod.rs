@@ -11,6 +11,7 @@ mod registry;
 mod rows;
 
 pub use drafter::{Drafter, DrafterSource};
+pub use gate::check_version;
 pub use library::Library;
 pub use manifest::{Manifest, PluginFile};
 pub use registry::{Choice, Registry};

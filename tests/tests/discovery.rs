@@ -1,0 +1,234 @@
+//! Where plugins are found, which one is taken, and what a run leaves behind.
+
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+use mlxhost_tests::cases::{assert_plain, assert_refused, replace, stderr};
+use mlxhost_tests::{checkpoint, command, plugin, run};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// A directory with copies of plugins, and things that are none.
+fn directory(plugins: &[&str]) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in plugins {
+        let library = plugin(name);
+        std::fs::copy(&library, dir.path().join(library.file_name().unwrap())).unwrap();
+    }
+    std::fs::write(dir.path().join("README.md"), "not a plugin").unwrap();
+    dir
+}
+
+/// `plugins list --json` with arguments and a search path: names and paths.
+fn list(args: &[&str], search_path: &str) -> Vec<(String, PathBuf)> {
+    let mut list = command(&["plugins", "list", "--json"]);
+    let output = list
+        .args(args)
+        .env("MLXHOST_PLUGIN_PATH", search_path)
+        .output();
+    let output = output.unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let plugins: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let pair = |plugin: &Value| {
+        let text = |key: &str| plugin[key].as_str().unwrap().to_owned();
+        (text("name"), PathBuf::from(text("path")))
+    };
+    plugins.iter().map(pair).collect()
+}
+
+fn names(found: &[(String, PathBuf)]) -> Vec<&str> {
+    found.iter().map(|(name, _)| name.as_str()).collect()
+}
+
+fn answer(args: &[&str], environment: &[(&str, &Path)]) -> Output {
+    let target = checkpoint("llama-f32");
+    let common = [
+        "--model",
+        target.to_str().unwrap(),
+        "--prompt-tokens",
+        "1,2,3",
+        "--max-tokens",
+        "4",
+        "--json",
+    ];
+    let mut command = command(&[&common, args].concat());
+    command.envs(environment.iter().copied()).output().unwrap()
+}
+
+fn drafter(output: &Output) -> Value {
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(output));
+    serde_json::from_slice::<Value>(&output.stdout).unwrap()["drafter"].take()
+}
+
+#[test]
+fn plugins_are_found_by_file_by_directory_and_in_the_environment() {
+    let both = directory(&["ngram", "hostile"]);
+    let shown = both.path().to_str().unwrap();
+    let library = plugin("qwen_mtp");
+    let library = library.to_str().unwrap();
+    assert_eq!(names(&list(&["--plugin", library], "")), ["qwen_mtp"]);
+    assert_eq!(
+        names(&list(&["--plugin-dir", shown], "")),
+        ["hostile", "ngram"]
+    );
+    assert_eq!(names(&list(&[], shown)), ["hostile", "ngram"]);
+    assert_eq!(names(&list(&[], library)), ["qwen_mtp"]);
+    let all = format!("{library}:{shown}");
+    assert_eq!(names(&list(&[], &all)), ["qwen_mtp", "hostile", "ngram"]);
+    assert!(list(&[], "").is_empty());
+
+    let found = answer(&[], &[("MLXHOST_PLUGIN_PATH", &plugin("ngram"))]);
+    assert_eq!(drafter(&found), "ngram");
+    assert_eq!(drafter(&answer(&[], &[])), Value::Null);
+}
+
+#[test]
+fn the_first_plugin_of_a_name_wins() {
+    let (first, second) = (directory(&["ngram"]), directory(&["ngram"]));
+    let [one, two] = [&first, &second].map(|dir| dir.path().to_str().unwrap());
+    let of = |found: &[(String, PathBuf)]| {
+        assert_eq!(names(found), ["ngram"]);
+        found[0].1.parent().unwrap().to_owned()
+    };
+    let real = |dir: &str| Path::new(dir).canonicalize().unwrap();
+    assert_eq!(
+        of(&list(&["--plugin-dir", one, "--plugin-dir", two], "")),
+        real(one)
+    );
+    assert_eq!(of(&list(&["--plugin-dir", two], one)), real(two));
+    let library = plugin("ngram");
+    let args = ["--plugin-dir", one, "--plugin", library.to_str().unwrap()];
+    assert_eq!(
+        of(&list(&args, two)),
+        library.canonicalize().unwrap().parent().unwrap()
+    );
+}
+
+#[test]
+fn the_working_directory_is_never_searched() {
+    let dir = directory(&["ngram"]);
+    let library = plugin("ngram");
+    let file = library.file_name().unwrap().to_str().unwrap();
+    for entry in [".", "", file, "./"] {
+        let mut list = command(&["plugins", "list"]);
+        let list = list
+            .current_dir(dir.path())
+            .env("MLXHOST_PLUGIN_PATH", entry);
+        let output = list.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(
+            text.contains("no plugins; name them with"),
+            "{entry:?}: {text}"
+        );
+        if !entry.is_empty() {
+            let why = stderr(&output);
+            assert!(why.contains("relative entry"), "{entry:?}: {why}");
+        }
+    }
+    // A file that the user names is another matter.
+    let mut inspect = command(&["plugins", "inspect", file]);
+    assert!(inspect.current_dir(dir.path()).status().unwrap().success());
+}
+
+#[test]
+fn what_is_broken_in_a_directory_is_listed_and_passed_over() {
+    let dir = directory(&["ngram"]);
+    let broken = dir
+        .path()
+        .join(format!("broken{}", std::env::consts::DLL_SUFFIX));
+    std::fs::write(&broken, "nothing of the kind").unwrap();
+    let shown = dir.path().to_str().unwrap();
+
+    let output = run(&["plugins", "list", "--plugin-dir", shown]);
+    assert_eq!(output.status.code(), Some(0));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        text.starts_with("ngram 0.1.0  needs no checkpoint  /"),
+        "{text}"
+    );
+    let why = stderr(&output);
+    assert!(
+        why.contains("passed over") && why.contains("not a library"),
+        "{why}"
+    );
+    assert!(
+        why.contains(broken.canonicalize().unwrap().to_str().unwrap()),
+        "{why}"
+    );
+    assert_plain(&why);
+
+    let output = answer(&["--plugin-dir", shown], &[]);
+    assert_eq!(drafter(&output), "ngram");
+    assert_eq!(stderr(&output), "");
+    // Named, it is an error; so is a directory that is not there.
+    assert_refused(
+        &answer(&["--plugin", broken.to_str().unwrap()], &[]),
+        2,
+        &["not a library"],
+    );
+    assert_refused(
+        &answer(&["--plugin-dir", "/nowhere/at/all"], &[]),
+        2,
+        &["/nowhere/at/all"],
+    );
+}
+
+#[test]
+fn nothing_is_left_in_the_cache_directory() {
+    let cache = tempfile::tempdir().unwrap();
+    let inside = cache.path().join("mlxhost");
+    let environment = [("MLXHOST_CACHE_DIR", inside.as_path())];
+    let good = plugin("ngram");
+    assert_eq!(
+        drafter(&answer(&["--plugin", good.to_str().unwrap()], &environment)),
+        "ngram"
+    );
+    assert!(inside.is_dir(), "the copy was made elsewhere");
+    let altered = plugin("altered");
+    let output = answer(&["--plugin", altered.to_str().unwrap()], &environment);
+    assert_eq!(output.status.code(), Some(2));
+    let bad = ["--drafter-option", "behave=panic-load"];
+    let hostile = plugin("hostile");
+    let output = answer(
+        &[&["--plugin", hostile.to_str().unwrap()], &bad[..]].concat(),
+        &environment,
+    );
+    assert_eq!(output.status.code(), Some(1));
+    let left: Vec<_> = std::fs::read_dir(&inside).unwrap().collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn a_cache_that_cannot_be_written_is_no_obstacle() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let library = plugin("ngram");
+    let args = ["--plugin", library.to_str().unwrap()];
+    let output = answer(&args, &[("MLXHOST_CACHE_DIR", file.path())]);
+    assert_eq!(drafter(&output), "ngram");
+}
+
+#[test]
+#[cfg_attr(
+    target_vendor = "apple",
+    ignore = "an altered library has no valid signature"
+)]
+fn a_plugin_overwritten_while_it_runs_changes_nothing() {
+    use mlxhost::plugin::{Library, PluginFile};
+    let dir = directory(&["ngram"]);
+    let path = dir.path().join(plugin("ngram").file_name().unwrap());
+    let read = PluginFile::read(&path).unwrap();
+    // Between the check and the load, and after it: the worst kind of install, in place.
+    let mut other = std::fs::read(&path).unwrap();
+    replace(&mut other, "\"name\":\"ngram\"", "\"name\":\"other\"");
+    std::fs::write(&path, &other).unwrap();
+    let first = Library::load(&read).unwrap();
+    assert_eq!(first.manifest().name, "ngram");
+    std::fs::write(&path, b"gone").unwrap();
+    let again = Library::load(&read).unwrap();
+    assert_eq!(first.digest(), again.digest());
+    // The new file is another plugin, which the process can have besides the first.
+    std::fs::write(&path, &other).unwrap();
+    let second = Library::load(&PluginFile::read(&path).unwrap()).unwrap();
+    assert_eq!(second.manifest().name, "other");
+    assert_ne!(second.digest(), first.digest());
+}
