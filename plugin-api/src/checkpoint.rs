@@ -189,9 +189,13 @@ impl Weights {
         }
     }
 
-    /// A tensor that must have this shape.
+    /// A floating-point tensor that must have this shape.
     pub fn shaped(&self, leaf: &str, shape: &[i32]) -> Result<Tensor> {
         let tensor = self.tensor(leaf)?;
+        if !tensor.dtype().is_float() {
+            let problem = format!("has {:?} elements, expected floating point", tensor.dtype());
+            return Err(self.error(leaf, problem));
+        }
         if tensor.shape() == shape {
             Ok(tensor)
         } else {

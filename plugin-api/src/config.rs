@@ -76,6 +76,16 @@ impl Config {
         }
     }
 
+    /// Refuses heads (stated under `key`) that are together wider than any size may be, so that
+    /// layers can multiply the two numbers.
+    pub fn check_heads(&self, key: &str, heads: i32, dim: i32) -> Result<()> {
+        if i64::from(heads) * i64::from(dim) > MAX_SIZE {
+            let problem = format!("is {heads}, which is too many with {dim} dimensions each");
+            return Err(self.error(key, problem));
+        }
+        Ok(())
+    }
+
     /// A finite number.
     pub fn float(&self, key: &str) -> Result<f32> {
         self.required(key, self.opt_float(key))

@@ -1,14 +1,13 @@
-//! What a user reads when a plugin or a drafter is refused: who, why, and what to do.
+//! What a user reads when a plugin is refused: which one, why, and what to do.
 //!
 //! Altered copies of real libraries stand for the plugins of other times and machines.
 
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-use mlxhost_tests::cases::{Copy, altered_library, assert_refused, replace, stderr};
+use mlxhost_tests::cases::{altered_library, assert_refused, replace, stderr};
 use mlxhost_tests::{checkpoint, plugin, run, run_json};
 use object::{Object, ObjectSection};
-use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// A short answer of the small llama with a plugin.
@@ -254,164 +253,4 @@ fn a_plugin_whose_own_libraries_are_missing_is_a_failure() {
         "are its own libraries installed?",
     ];
     assert_refused(&answer_with(&path), 1, &says);
-}
-
-/// The Qwen3.5 target with a drafter, through the plugin `qwen_mtp`.
-fn draft_with(drafter: &Path) -> Output {
-    let (library, target) = (plugin("qwen_mtp"), checkpoint("qwen3_5-f32"));
-    run(&[
-        "--plugin",
-        library.to_str().unwrap(),
-        "--model",
-        target.to_str().unwrap(),
-        "--drafter",
-        drafter.to_str().unwrap(),
-        "--prompt",
-        "hello",
-        "--max-tokens",
-        "4",
-    ])
-}
-
-/// A change to a config: where, to what, and what is said of it.
-type Misfit = (&'static str, fn() -> Value, &'static [&'static str]);
-
-/// What makes a drafter of the Qwen3.5 target one that does not fit.
-const DRAFTERS: &[Misfit] = &[
-    (
-        "/text_config/hidden_size",
-        || json!(96),
-        &["has hidden size 96", "has 64"],
-    ),
-    (
-        "/text_config/vocab_size",
-        || json!(321),
-        &["has vocabulary size 321", "has 320"],
-    ),
-    (
-        "/text_config/mtp_num_hidden_layers",
-        || json!(3),
-        &["mtp_num_hidden_layers", "is 3"],
-    ),
-    (
-        "/text_config/num_attention_heads",
-        || json!(-4),
-        &["config.json", "num_attention_heads"],
-    ),
-    (
-        "/text_config/head_dim",
-        || Value::Null,
-        &["config.json", "head_dim"],
-    ),
-    (
-        "/model_type",
-        || json!("qwen9_mtp"),
-        &[
-            "no loaded plugin serves",
-            "\"qwen9_mtp\"",
-            "qwen_mtp (qwen3_5_mtp",
-        ],
-    ),
-    ("/model_type", || Value::Null, &["names no model_type"]),
-];
-
-#[test]
-fn a_drafter_that_does_not_fit_is_refused_with_the_numbers_that_differ() {
-    for (pointer, value, says) in DRAFTERS {
-        let drafter = Copy::of("qwen3_5_mtp-f32");
-        drafter.set("config.json", pointer, value());
-        let output = draft_with(drafter.path());
-        assert_refused(&output, 2, &[says, &[drafter.arg()][..]].concat());
-    }
-    // The pairing gate names the target, too, and says what to do.
-    let drafter = Copy::of("qwen3_5_mtp-f32");
-    drafter.set("config.json", "/text_config/hidden_size", json!(96));
-    let target = checkpoint("qwen3_5-f32");
-    let says = [
-        "plugin qwen_mtp",
-        target.to_str().unwrap(),
-        "made for this target",
-    ];
-    assert_refused(&draft_with(drafter.path()), 2, &says);
-}
-
-#[test]
-fn a_drafter_of_another_vocabulary_is_refused() {
-    let drafter = Copy::of("qwen3_5_mtp-f32");
-    drafter.write("draft_vocab.json", r#"{"ids":[1,2,400]}"#);
-    let says = ["plugin qwen_mtp", "drafts the id 400", "320 tokens"];
-    assert_refused(&draft_with(drafter.path()), 2, &says);
-    drafter.write("draft_vocab.json", r#"{"ids":[2,1]}"#);
-    assert_refused(
-        &draft_with(drafter.path()),
-        2,
-        &["draft_vocab.json", "ascending"],
-    );
-
-    let drafter = Copy::of("qwen3_5_mtp-f32");
-    drafter.edit("tokenizer.json", |text| replace(text, "<|bos|>", "<|sob|>"));
-    assert_refused(
-        &draft_with(drafter.path()),
-        2,
-        &["another token table", drafter.arg()],
-    );
-}
-
-/// Keeps the tensors of a checkpoint's file that `keep` wants.
-fn keep_tensors(copy: &Copy, keep: impl Fn(&str) -> bool) {
-    let path = copy.path().join("model.safetensors");
-    let bytes = std::fs::read(&path).unwrap();
-    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let kept = file.tensors().into_iter().filter(|(name, _)| keep(name));
-    safetensors::serialize_to_file(kept, None, &path).unwrap();
-}
-
-#[test]
-fn a_drafter_without_all_its_weights_is_told_which_are_missing() {
-    let drafter = Copy::of("qwen3_5_mtp-f32");
-    keep_tensors(&drafter, |name| name != "fc.weight");
-    let says = [drafter.arg(), "missing tensors: fc.weight"];
-    assert_refused(&draft_with(drafter.path()), 2, &says);
-    keep_tensors(&drafter, |name| !name.starts_with("layers"));
-    assert_refused(&draft_with(drafter.path()), 2, &["fc.weight", "and 9 more"]);
-}
-
-#[test]
-fn a_drafter_without_a_plugin_for_it_is_refused() {
-    let (target, drafter) = (checkpoint("qwen3_5-f32"), checkpoint("qwen3_5_mtp-f32"));
-    let (target, drafter) = (target.to_str().unwrap(), drafter.to_str().unwrap());
-    let common = ["--model", target, "--prompt", "hello"];
-    let ngram = plugin("ngram");
-    for (args, says) in [
-        (vec!["--drafter", drafter], "--plugin PATH"),
-        (
-            vec!["--drafter", drafter, "--plugin", ngram.to_str().unwrap()],
-            "no loaded plugin serves",
-        ),
-        (
-            vec!["--drafter", "/nowhere", "--plugin", ngram.to_str().unwrap()],
-            "/nowhere",
-        ),
-    ] {
-        assert_refused(&run(&[&common[..], &args].concat()), 2, &[says]);
-    }
-    // A plugin for checkpoints alone, and a target without a head of its own inside.
-    let qwen = plugin("qwen_mtp");
-    let llama = checkpoint("llama-f32");
-    let args = [
-        "--model",
-        llama.to_str().unwrap(),
-        "--prompt",
-        "hi",
-        "--plugin",
-        qwen.to_str().unwrap(),
-    ];
-    assert_refused(
-        &run(&args),
-        2,
-        &["needs a drafter checkpoint", "--drafter DIR"],
-    );
-    // With plugins at hand, decoding without them needs no drafter.
-    let output = run(&[&args[..], &["--no-draft", "--max-tokens", "2"]].concat());
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
 }

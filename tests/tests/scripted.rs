@@ -59,12 +59,12 @@ impl Scripted {
 /// Greedy and sampled answers under every forced acceptance.
 fn drafts_change_nothing(model: &Path) {
     let _lock = engine_lock();
-    // These models are sure of themselves: only at a high temperature do seeds change the answer.
-    let hot = |seed| Sampling {
+    // These models are sure of themselves: a high temperature makes them try other tokens.
+    let hot = Sampling {
         temperature: 3.0,
-        ..sampled(seed)
+        ..sampled(2)
     };
-    let samplings = [Sampling::default(), sampled(1), hot(1), hot(2)];
+    let samplings = [Sampling::default(), sampled(1), hot];
     let requests = samplings.map(|sampling| Request {
         sampling,
         ..request(&prompt(), TOKENS)
@@ -73,7 +73,7 @@ fn drafts_change_nothing(model: &Path) {
     let answers = requests.each_ref().map(|request| ask(&plain, request));
     drop(plain);
     assert!(answers.iter().all(|reply| reply.tokens.len() == TOKENS));
-    assert_ne!(answers[2].tokens, answers[3].tokens, "seeds matter");
+    assert_ne!(answers[0].tokens, answers[2].tokens, "nothing was sampled");
 
     let mut scripted = Scripted::new(model);
     for (request, plain) in requests.iter().zip(&answers) {

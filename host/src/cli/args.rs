@@ -56,6 +56,9 @@ pub struct GenerateArgs {
     /// Decode without drafts.
     #[arg(long, help_heading = "Models")]
     pub no_draft: bool,
+    /// Threads of the CPU kernels [default: as many as the machine has cores].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Models")]
+    pub threads: Option<u16>,
 
     /// The prompt [default: a chat on a terminal, else standard input].
     #[arg(long, value_name = "TEXT", help_heading = "Prompt")]
@@ -85,16 +88,36 @@ pub struct GenerateArgs {
     #[arg(long, help_heading = "Answer")]
     pub ignore_eos: bool,
     /// 0 always takes the likeliest token [default: as the model says, else 0].
-    #[arg(long, value_name = "X", help_heading = "Answer")]
+    #[arg(
+        long,
+        value_name = "X",
+        allow_negative_numbers = true,
+        help_heading = "Answer"
+    )]
     pub temperature: Option<f32>,
     /// Keep the likeliest tokens that hold this much probability.
-    #[arg(long, value_name = "P", help_heading = "Answer")]
+    #[arg(
+        long,
+        value_name = "P",
+        allow_negative_numbers = true,
+        help_heading = "Answer"
+    )]
     pub top_p: Option<f32>,
     /// Keep this many of the likeliest tokens; 0 keeps all.
-    #[arg(long, value_name = "K", help_heading = "Answer")]
+    #[arg(
+        long,
+        value_name = "K",
+        allow_negative_numbers = true,
+        help_heading = "Answer"
+    )]
     pub top_k: Option<u32>,
     /// Keep tokens at least this fraction as likely as the likeliest.
-    #[arg(long, value_name = "P", help_heading = "Answer")]
+    #[arg(
+        long,
+        value_name = "P",
+        allow_negative_numbers = true,
+        help_heading = "Answer"
+    )]
     pub min_p: Option<f32>,
     /// The same seed gives the same answer, with any drafter or none [default: random].
     #[arg(long, value_name = "N", help_heading = "Answer")]

@@ -34,7 +34,7 @@ pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let mut printer = (!args.json).then(|| Printer::new(args.show_drafts));
     let (ids, text, answer) = answer(&loaded.engine, request, printer.as_mut(), &interrupt)?;
     if args.json {
-        println!("{}", output::to_json(&ids, &text, &answer));
+        output::write(&format!("{}\n", output::to_json(&ids, &text, &answer)))?;
     }
     if args.stats {
         output::print_stats(&answer.stats);

@@ -31,7 +31,7 @@ pub fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(CliError::Interrupted) => ExitCode::from(130),
         Err(error) => {
-            eprintln!("mlxhost: {error}");
+            output::note(format_args!("mlxhost: {error}"));
             ExitCode::from(error.code())
         }
     }

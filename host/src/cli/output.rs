@@ -35,46 +35,52 @@ impl Printer {
             self.coloured = token.drafted;
         }
         text.push_str(&token.text);
-        self.write(&text)
+        write(&text)
     }
 
     /// The text that was held back, and the end of the line.
     pub fn end(&mut self, rest: &str) -> Result<(), CliError> {
         let reset = if self.coloured { RESET } else { "" };
         self.coloured = false;
-        self.write(&format!("{rest}{reset}\n"))
+        write(&format!("{rest}{reset}\n"))
     }
+}
 
-    fn write(&mut self, text: &str) -> Result<(), CliError> {
-        let mut out = std::io::stdout().lock();
-        out.write_all(text.as_bytes())
-            .and_then(|()| out.flush())
-            .map_err(|e| match e.kind() {
-                // `mlxhost … | head`: the reader has seen enough.
-                std::io::ErrorKind::BrokenPipe => CliError::Interrupted,
-                _ => CliError::io("can't write the answer", &e),
-            })
-    }
+/// Writes to standard output, at once. (`println!` would panic where it can't.)
+pub fn write(text: &str) -> Result<(), CliError> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes())
+        .and_then(|()| out.flush())
+        .map_err(|e| match e.kind() {
+            // `mlxhost … | head`: the reader has seen enough.
+            std::io::ErrorKind::BrokenPipe => CliError::Interrupted,
+            _ => CliError::io("can't write to standard output", &e),
+        })
+}
+
+/// Writes a line to standard error. There is nobody to tell when that fails.
+pub fn note(line: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 /// The statistics of an answer, on standard error.
 pub fn print_stats(stats: &Stats) {
     let faint = std::io::stderr().is_terminal();
     let (on, off) = if faint { ("\x1b[2m", RESET) } else { ("", "") };
-    eprintln!(
+    note(format_args!(
         "{on}prompt   {} tokens in {:.2} s ({:.1} tokens/s)",
         stats.prompt_tokens,
         stats.prefill.as_secs_f64(),
         stats.prefill_speed()
-    );
-    eprintln!(
+    ));
+    note(format_args!(
         "answer   {} tokens in {:.2} s ({:.1} tokens/s), {} target passes, {:.2} tokens per pass",
         stats.tokens,
         stats.decode.as_secs_f64(),
         stats.decode_speed(),
         stats.rounds.len(),
         stats.tokens_per_pass()
-    );
+    ));
     match &stats.drafter {
         Some(drafter) => {
             let positions: Vec<_> = stats
@@ -85,12 +91,15 @@ pub fn print_stats(stats: &Stats) {
                 .collect();
             let (accepted, drafted) = (stats.accepted_tokens(), stats.drafted_tokens());
             let share = 100.0 * accepted as f64 / drafted.max(1) as f64;
-            eprintln!(
-                "drafter  {drafter}: {accepted} of {drafted} drafted tokens accepted ({share:.0}%); by position {}{off}",
-                positions.join(", ")
-            );
+            let positions = match positions.join(", ") {
+                none if none.is_empty() => none,
+                list => format!("; by position {list}"),
+            };
+            note(format_args!(
+                "drafter  {drafter}: {accepted} of {drafted} drafted tokens accepted ({share:.0}%){positions}{off}",
+            ));
         }
-        None => eprintln!("drafter  none{off}"),
+        None => note(format_args!("drafter  none{off}")),
     }
 }
 

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::args::{PluginsArgs, PluginsCommand};
 use super::error::CliError;
-use super::load;
+use super::{load, output};
 
 /// Lists or inspects plugins.
 pub fn run(args: &PluginsArgs) -> Result<(), CliError> {
@@ -14,37 +14,35 @@ pub fn run(args: &PluginsArgs) -> Result<(), CliError> {
             let registry = load::registry(paths)?;
             if *json {
                 let plugins: Vec<_> = registry.found().iter().map(describe).collect();
-                println!("{}", Value::Array(plugins));
-                return Ok(());
+                return output::write(&format!("{}\n", Value::Array(plugins)));
             }
             for refused in registry.refused() {
-                eprintln!("mlxhost: passed over: {refused}");
+                output::note(format_args!("mlxhost: passed over: {refused}"));
             }
             if registry.found().is_empty() {
-                println!(
-                    "no plugins; name them with --plugin, --plugin-dir or MLXHOST_PLUGIN_PATH"
+                return output::write(
+                    "no plugins; name them with --plugin, --plugin-dir or MLXHOST_PLUGIN_PATH\n",
                 );
             }
             for file in registry.found() {
                 let manifest = file.manifest();
-                println!(
-                    "{} {}  {}  {}",
+                output::write(&format!(
+                    "{} {}  {}  {}\n",
                     manifest.name,
                     manifest.version,
                     serves(file),
                     file.path().display()
-                );
+                ))?;
             }
             Ok(())
         }
         PluginsCommand::Inspect { path, json } => {
             let file = PluginFile::read(path)?;
-            if *json {
-                println!("{}", describe(&file));
+            output::write(&if *json {
+                format!("{}\n", describe(&file))
             } else {
-                print(&file);
-            }
-            Ok(())
+                sheet(&file)
+            })
         }
     }
 }
@@ -58,23 +56,26 @@ fn serves(file: &PluginFile) -> String {
     }
 }
 
-fn print(file: &PluginFile) {
+fn sheet(file: &PluginFile) -> String {
     let manifest = file.manifest();
-    println!("{} {}", manifest.name, manifest.version);
-    println!("  file      {}", file.path().display());
-    println!("  sha256    {}", file.digest());
-    println!(
-        "  api       built with {}, needs {} or newer",
-        manifest.api, manifest.min_api
+    let verdict = match check_version(file) {
+        Ok(()) => "this host can load it".to_owned(),
+        Err(error) => error.kind().to_string(),
+    };
+    let mut sheet = format!(
+        "{} {}\n  file      {}\n  sha256    {}\n  api       built with {}, needs {} or newer\n",
+        manifest.name,
+        manifest.version,
+        file.path().display(),
+        file.digest(),
+        manifest.api,
+        manifest.min_api
     );
-    match check_version(file) {
-        Ok(()) => println!("  verdict   this host can load it"),
-        Err(error) => println!("  verdict   {}", error.kind()),
-    }
-    println!("  drafters  {}", serves(file));
+    sheet += &format!("  verdict   {verdict}\n  drafters  {}\n", serves(file));
     for (key, help) in &manifest.options {
-        println!("  option    {key}: {help}");
+        sheet += &format!("  option    {key}: {help}\n");
     }
+    sheet
 }
 
 fn describe(file: &PluginFile) -> Value {

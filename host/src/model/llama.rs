@@ -34,6 +34,7 @@ pub(super) fn dense(config: &Config, w: &Weights, qk_norm: bool) -> Result<Decod
         let problem = format!("is {kv_heads}, not a divisor of {heads} heads");
         return Err(config.error("num_key_value_heads", problem));
     }
+    config.check_heads("num_attention_heads", heads, head_dim)?;
     let eps = config.float("rms_norm_eps")?;
     let model = w.child("model");
     let mut rope = Rope::from_config(config, head_dim)?;

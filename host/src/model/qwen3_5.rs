@@ -23,6 +23,7 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
         let problem = format!("is {kv_heads}, not a divisor of {heads} heads");
         return Err(text.error("num_key_value_heads", problem));
     }
+    text.check_heads("num_attention_heads", heads, head_dim)?;
     if text.opt_bool("attn_output_gate")? == Some(false) {
         return Err(text.error("attn_output_gate", "is false, which is not supported"));
     }
@@ -44,6 +45,12 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
         kernel: text.size("linear_conv_kernel_dim")?,
         eps,
     };
+    for (key, heads, dim) in [
+        ("linear_num_key_heads", delta.key_heads, delta.key_dim),
+        ("linear_num_value_heads", delta.value_heads, delta.value_dim),
+    ] {
+        text.check_heads(key, heads, dim)?;
+    }
     if delta.value_heads % delta.key_heads != 0 {
         let problem = format!("is {}, not a divisor of the value heads", delta.key_heads);
         return Err(text.error("linear_num_key_heads", problem));

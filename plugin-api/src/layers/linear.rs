@@ -1,5 +1,6 @@
 //! A weight matrix, dense or quantized: projection, embedding and tied head alike.
 
+use crate::abi::DType;
 use crate::checkpoint::Weights;
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -52,7 +53,20 @@ impl Linear {
     fn load_quantized(w: &Weights, inputs: i32, outputs: i32) -> Result<Matrix> {
         let weight = w.tensor("weight")?;
         let scales = w.tensor("scales")?;
-        let ([rows, words], [_, groups]) = (weight.dims()?, scales.dims()?);
+        if weight.dtype() != DType::U32 {
+            let problem = format!("has {:?} elements; packed weights are U32", weight.dtype());
+            return Err(w.error("weight", problem));
+        }
+        let (&[rows, words], &[_, groups]) = (&*weight.shape(), &*scales.shape()) else {
+            return Err(w.error(
+                "weight",
+                format!(
+                    "has shape {:?} with scales {:?}: both must have two axes",
+                    weight.shape(),
+                    scales.shape()
+                ),
+            ));
+        };
         let bits = 32 * i64::from(words) / i64::from(inputs);
         let exact = bits * i64::from(inputs) == 32 * i64::from(words);
         let group = if groups > 0 { inputs / groups } else { 0 };
@@ -79,9 +93,7 @@ impl Linear {
             ));
         }
         let biases = w.shaped("biases", &[outputs, groups])?;
-        if scales.shape() != [outputs, groups] {
-            return Err(w.error("scales", format!("must have {outputs} rows")));
-        }
+        let scales = w.shaped("scales", &[outputs, groups])?;
         Ok(Matrix::Quantized {
             weight,
             scales,

@@ -66,6 +66,7 @@ impl Settings {
             let problem = format!("is {kv_heads}, not a divisor of {heads} heads");
             return Err(text.error("num_key_value_heads", problem));
         }
+        text.check_heads("num_attention_heads", heads, head_dim)?;
         // block_size counts the pending token too.
         let depth = match config.opt_size("block_size")? {
             Some(block) => (block - 1).clamp(1, 16) as u32,
