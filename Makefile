@@ -61,7 +61,7 @@ lint: ## formatting, clippy, rustdoc; and that no plugin reaches MLX
 	  echo 'a plugin depends on MLX' >&2; exit 1; \
 	fi
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
-	$(CARGO) clippy --manifest-path mlx-sys/Cargo.toml --target-dir target/mlx-sys --all-targets -- -D warnings
+	$(CARGO) clippy -p mlx-sys --all-targets -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc -p mlxhost-plugin-api --no-deps
 
 bench: ## what the plugin boundary costs
