@@ -121,3 +121,38 @@ pub fn assert_plain(text: &str) {
     let control = |c: char| c.is_control() && c != '\n';
     assert!(!text.contains(control), "control characters: {text:?}");
 }
+
+/// A path as an argument.
+pub fn arg(path: PathBuf) -> String {
+    path.into_os_string()
+        .into_string()
+        .expect("a path in UTF-8")
+}
+
+/// The arguments for the Qwen3.5 target, and those for its drafter.
+pub fn target_and_drafter() -> (Vec<String>, Vec<String>) {
+    let target = vec!["--model".to_owned(), arg(crate::checkpoint("qwen3_5-f32"))];
+    let drafter = [
+        "--plugin".to_owned(),
+        arg(crate::plugin("qwen_mtp")),
+        "--drafter".to_owned(),
+        arg(crate::checkpoint("qwen3_5_mtp-f32")),
+    ];
+    let drafted = target.iter().cloned().chain(drafter).collect();
+    (target, drafted)
+}
+
+/// Arguments, and more of them.
+pub fn with<'a>(base: &'a [String], more: &[&'a str]) -> Vec<&'a str> {
+    base.iter()
+        .map(String::as_str)
+        .chain(more.iter().copied())
+        .collect()
+}
+
+/// What the program wrote to standard output, when it succeeded.
+#[track_caller]
+pub fn text(output: &Output) -> String {
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(output));
+    String::from_utf8(output.stdout.clone()).expect("text in UTF-8")
+}

@@ -1,6 +1,7 @@
 //! `mlxhost eval`: logits and hidden states for comparing with other engines.
 
 use std::borrow::Cow;
+use std::path::Path;
 use std::sync::Arc;
 
 use mlxhost::backend;
@@ -55,11 +56,19 @@ pub fn run(args: &EvalArgs) -> Result<(), CliError> {
         CliError::Failure(format!("{}: can't write: {e}", args.out.display()))
     };
     let dir = args.out.parent().filter(|dir| !dir.as_os_str().is_empty());
-    let dir = dir.unwrap_or_else(|| std::path::Path::new("."));
-    let temporary = tempfile::NamedTempFile::new_in(dir).map_err(|e| failed(&e))?;
+    let dir = dir.unwrap_or_else(|| Path::new("."));
+    let temporary = new_file(dir).map_err(|e| failed(&e.kind()))?;
     safetensors::serialize_to_file(written, None, temporary.path()).map_err(|e| failed(&e))?;
-    temporary.persist(&args.out).map_err(|e| failed(&e))?;
+    temporary.persist(&args.out).map_err(|e| failed(&e.error))?;
     Ok(())
+}
+
+/// A temporary file with the mode that any new file of the user has.
+fn new_file(dir: &Path) -> std::io::Result<tempfile::NamedTempFile> {
+    use std::os::unix::fs::PermissionsExt;
+    tempfile::Builder::new()
+        .permissions(std::fs::Permissions::from_mode(0o666))
+        .tempfile_in(dir)
 }
 
 fn parse_tap(text: &str) -> Result<Tap, CliError> {

@@ -114,12 +114,14 @@ fn drafter(
         return Ok(None);
     }
     if registry.found().is_empty() {
-        if args.drafter.is_none() {
-            return Ok(None);
-        }
-        return Err(CliError::input(
-            "a drafter was named, but no plugin\n  name one with --plugin PATH",
-        ));
+        let given = match (&args.drafter, args.drafter_option.first()) {
+            (Some(_), _) => "a drafter",
+            (None, Some(_)) => "an option for a drafter",
+            (None, None) => return Ok(None),
+        };
+        return Err(CliError::input(format!(
+            "{given} was given, but no plugin\n  name one with --plugin PATH"
+        )));
     }
     let mut path = args.drafter.clone();
     if path.is_none() && bundled_model {
