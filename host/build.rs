@@ -3,14 +3,14 @@
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rerun-if-changed=src/backend/primitive.cpp");
+    println!("cargo::rerun-if-changed=src/backend/native/primitive.cpp");
     let include = std::env::var("DEP_MLX_INCLUDE").expect("mlx-sys publishes include");
     cc::Build::new()
         .cpp(true)
         .std("c++20")
         .warnings(false)
         .include(include)
-        .file("src/backend/primitive.cpp")
+        .file("src/backend/native/primitive.cpp")
         .compile("mlxhost_primitive");
     let lib_dir = std::env::var("DEP_MLX_LIB_DIR")
         .expect("mlx-sys is a direct dependency and publishes lib_dir");

@@ -159,6 +159,20 @@ impl Weights {
         self
     }
 
+    /// The same weights, none converted.
+    #[must_use]
+    pub(crate) fn as_stored(&self) -> Self {
+        Self {
+            dtype: None,
+            ..self.clone()
+        }
+    }
+
+    /// What floating-point tensors are converted to.
+    pub(crate) fn dtype(&self) -> Option<DType> {
+        self.dtype
+    }
+
     /// What to add to norm weights.
     pub fn norm_offset(&self) -> f32 {
         self.norm_offset

@@ -427,21 +427,6 @@ impl Tensor {
         Self::own("matmul", api().matmul()(self.0, other.0))
     }
 
-    /// `self @ dequantize(w)^T`; see [`crate::abi::HostApi`].
-    pub fn quantized_matmul(
-        &self,
-        w: &Self,
-        scales: &Self,
-        biases: &Self,
-        group: i32,
-        bits: i32,
-    ) -> Result<Self> {
-        Self::own(
-            "quantized_matmul",
-            api().quantized_matmul()(self.0, w.0, scales.0, biases.0, group, bits),
-        )
-    }
-
     /// The matrix that packed weights stand for, `[out, in]`.
     pub fn dequantize(&self, scales: &Self, biases: &Self, group: i32, bits: i32) -> Result<Self> {
         Self::own(

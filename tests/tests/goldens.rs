@@ -33,7 +33,14 @@ fn eval(model: &Path, prompt: &[i32], taps: &str) -> Tensors {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let out = dir.path().join("out.safetensors");
     let prompt = id_list(prompt);
-    let mut args = vec!["eval", "--model", text(model), "--prompt-tokens", &prompt];
+    let mut args = vec![
+        "eval",
+        "--exact",
+        "--model",
+        text(model),
+        "--prompt-tokens",
+        &prompt,
+    ];
     args.extend(["--out", text(&out)]);
     if !taps.is_empty() {
         args.extend(["--taps", taps]);

@@ -14,25 +14,6 @@ pub(super) extern "C" fn matmul(a: RawTensor, b: RawTensor) -> RawTensor {
     op(|| lent(a)?.matmul(&*lent(b)?).explain())
 }
 
-pub(super) extern "C" fn quantized_matmul(
-    x: RawTensor,
-    w: RawTensor,
-    scales: RawTensor,
-    biases: RawTensor,
-    group: i32,
-    bits: i32,
-) -> RawTensor {
-    op(|| {
-        let (x, w, scales, biases) = (lent(x)?, lent(w)?, lent(scales)?, lent(biases)?);
-        match native::quantized_matmul(&x, &w, &scales, &biases, group, bits) {
-            Some(product) => product,
-            None => {
-                mlx::quantized_matmul(&*x, &*w, &*scales, &*biases, true, group, bits).explain()
-            }
-        }
-    })
-}
-
 pub(super) extern "C" fn dequantize(
     w: RawTensor,
     scales: RawTensor,

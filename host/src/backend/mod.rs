@@ -4,11 +4,12 @@
 //! and every plugin use the same `Tensor`. All slots run on the engine thread, on MLX's default
 //! stream.
 
+mod attend;
 mod handle;
 mod kernels;
 mod native;
 mod ops;
-mod primitive;
+mod project;
 mod weights;
 
 use std::sync::Once;
@@ -54,11 +55,12 @@ impl Table {
         cumsum: ops::cumsum,
         softmax: ops::softmax,
         matmul: kernels::matmul,
-        quantized_matmul: kernels::quantized_matmul,
+        project: project::project,
         dequantize: kernels::dequantize,
         rms_norm: kernels::rms_norm,
         rope: kernels::rope,
         attention: kernels::attention,
+        attend: attend::attend,
         gated_delta: kernels::gated_delta,
         checkpoint_open: weights::checkpoint_open,
         checkpoint_drop: weights::checkpoint_drop,
@@ -81,6 +83,18 @@ pub fn api() -> HostApiRef {
 /// Makes the table known to this image; `Tensor`s work from then on.
 pub fn install() {
     api();
+}
+
+/// While it lives, this thread may have work in the air; its end waits for that. The end of the process
+/// takes from MLX's threads what they work with.
+pub(crate) struct Finish;
+
+impl Drop for Finish {
+    fn drop(&mut self) {
+        let stream = mlx_rs::Stream::thread_local_or_default();
+        // SAFETY: a live stream. A failure was reported where the work was waited for, or to nobody.
+        unsafe { mlx_sys::mlx_synchronize(stream.as_ptr()) };
+    }
 }
 
 /// Bytes that MLX holds for arrays now.

@@ -5,7 +5,6 @@ use mlx_rs::{Array, ops as mlx};
 use plugin_api::abi::{BinaryOp, DType, MAX_RANK, RawTensor, ReduceOp, TensorInfo, UnaryOp};
 
 use super::handle::{Explain, OpResult, from_mlx, from_raw, into_raw, lent, op, run, to_mlx};
-use super::native;
 
 /// The most elements a tensor may have: far beyond memory, far below overflow.
 const MAX_ELEMENTS: usize = 1 << 40;
@@ -263,47 +262,49 @@ pub(super) extern "C" fn slice(
     op(|| slice_array(&*lent(x)?, starts.as_slice(), stops.as_slice()))
 }
 
+/// A copy of `x` with the box at `starts` replaced.
+pub(super) fn slice_update_array(x: &Array, update: &Array, starts: &[i32]) -> OpResult<Array> {
+    if starts.len() != update.ndim() || x.dtype() != update.dtype() {
+        return Err(format!(
+            "{:?}{:?} does not fit into {:?}{:?} at {starts:?}",
+            update.dtype(),
+            update.shape(),
+            x.dtype(),
+            x.shape()
+        ));
+    }
+    let lengths = update.shape().iter();
+    let stops: Vec<i32> = starts
+        .iter()
+        .zip(lengths)
+        .map(|(start, n)| start.saturating_add(*n))
+        .collect();
+    check_box(x.shape(), starts, &stops)?;
+    let (strides, n) = ([1; MAX_RANK], starts.len());
+    let stream = mlx_rs::Stream::thread_local_or_default();
+    // SAFETY: live handles, and three arrays of `n` numbers each.
+    raw_call(|out| unsafe {
+        mlx_sys::mlx_slice_update(
+            out,
+            x.as_ptr(),
+            update.as_ptr(),
+            starts.as_ptr(),
+            n,
+            stops.as_ptr(),
+            n,
+            strides.as_ptr(),
+            n,
+            stream.as_ptr(),
+        )
+    })
+}
+
 pub(super) extern "C" fn slice_update(
     x: RawTensor,
     update: RawTensor,
     starts: RSlice<'_, i32>,
 ) -> RawTensor {
-    op(|| {
-        let (x, update, starts) = (lent(x)?, lent(update)?, starts.as_slice());
-        if starts.len() != update.ndim() || x.dtype() != update.dtype() {
-            return Err(format!(
-                "{:?}{:?} does not fit into {:?}{:?} at {starts:?}",
-                update.dtype(),
-                update.shape(),
-                x.dtype(),
-                x.shape()
-            ));
-        }
-        let lengths = update.shape().iter();
-        let stops: Vec<i32> = starts
-            .iter()
-            .zip(lengths)
-            .map(|(start, n)| start.saturating_add(*n))
-            .collect();
-        check_box(x.shape(), starts, &stops)?;
-        let (strides, n) = ([1; MAX_RANK], starts.len());
-        let stream = mlx_rs::Stream::thread_local_or_default();
-        // SAFETY: live handles, and three arrays of `n` numbers each.
-        raw_call(|out| unsafe {
-            mlx_sys::mlx_slice_update(
-                out,
-                x.as_ptr(),
-                update.as_ptr(),
-                starts.as_ptr(),
-                n,
-                stops.as_ptr(),
-                n,
-                strides.as_ptr(),
-                n,
-                stream.as_ptr(),
-            )
-        })
-    })
+    op(|| slice_update_array(&*lent(x)?, &*lent(update)?, starts.as_slice()))
 }
 
 /// Indices forced into an axis: MLX reads wherever they point.
@@ -365,7 +366,7 @@ pub(super) extern "C" fn unary(code: UnaryOp, x: RawTensor) -> RawTensor {
 }
 
 /// `x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))` (Hendrycks and Gimpel, 2016).
-fn gelu_tanh(x: &Array) -> OpResult<Array> {
+pub(super) fn gelu_tanh(x: &Array) -> OpResult<Array> {
     let number = |value| scalar(value, x.dtype());
     let cube = x.square().and_then(|s| s.multiply(x)).explain()?;
     let inner = cube.multiply(&number(0.044_715)?).explain()?;
@@ -380,15 +381,6 @@ fn gelu_tanh(x: &Array) -> OpResult<Array> {
 pub(super) extern "C" fn binary(code: BinaryOp, a: RawTensor, b: RawTensor) -> RawTensor {
     op(|| {
         let (a, b) = (&*lent(a)?, &*lent(b)?);
-        if code == BinaryOp::SILU_MUL {
-            return match native::silu_mul(a, b) {
-                Some(gated) => gated,
-                None => mlx::sigmoid(a)
-                    .and_then(|s| a.multiply(&s))
-                    .and_then(|s| s.multiply(b))
-                    .explain(),
-            };
-        }
         match code {
             BinaryOp::ADD => a.add(b),
             BinaryOp::SUB => a.subtract(b),

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use plugin_api::abi::BinaryOp;
+use plugin_api::abi::{Attend, BinaryOp, Projection, RawMatrix, RawTensor, UnaryOp};
 use plugin_api::{DType, Mask, Result, Tensor, gated_delta};
 use proptest::prelude::*;
 
@@ -60,8 +60,6 @@ proptest! {
         let w = tensor(seed + 1, &[d]).astype(dtype).unwrap();
         prop_assert!(difference(|| x.rms_norm(Some(&w), 1e-5)) < bound * 4.0);
         prop_assert!(difference(|| x.rms_norm(None, 1e-5)) < bound * 4.0);
-        let gate = |x: &Tensor| x.binary(BinaryOp::SILU_MUL, x);
-        prop_assert!(difference(|| gate(&x.scale(9.0)?)) < bound * 90.0);
         let offsets: Vec<i32> = (0..b).map(|row| row * 37).collect();
         let offsets = Tensor::from_slice(&offsets, &[b]).unwrap();
         let dims = (half / 2 + 1) * 2;
@@ -122,24 +120,112 @@ proptest! {
     }
 
     #[test]
-    fn quantized_products_agree_with_mlx(
+    fn projections_agree_with_mlx(
         (rows, outputs, groups) in (1..20i32, 1..40i32, 1..5i32),
         group in prop::sample::select(vec![32, 64, 128]),
-        bits in prop::sample::select(vec![4, 8]),
+        bits in prop::sample::select(vec![0, 4, 8]),
+        (normed, gated, narrow) in any::<(bool, bool, bool)>(),
         seed in 0..1000u64,
     ) {
         let _serial = serial();
         let inputs = groups * group;
+        let dtype = if narrow { DType::BF16 } else { DType::F32 };
+        let tensor = |seed, shape: &[i32]| tensor(seed, shape).astype(dtype).unwrap();
         let x = tensor(seed, &[1, rows, inputs]);
+        let norm = tensor(seed + 7, &[inputs]);
         let words: Vec<u32> = (0..outputs * inputs * bits / 32)
             .map(|i| (i as u32).wrapping_mul(2_654_435_761) ^ seed as u32)
             .collect();
-        let w = Tensor::from_slice(&words, &[outputs, inputs * bits / 32]).unwrap();
-        let scales = tensor(seed + 1, &[outputs, groups]).scale(0.1).unwrap();
-        let biases = tensor(seed + 2, &[outputs, groups]);
-        let product = || x.quantized_matmul(&w, &scales, &biases, group, bits);
-        let size = inputs as f32 * if bits == 4 { 2.5 } else { 27.0 };
-        prop_assert!(difference(product) < 2e-7 * size * 4.0);
+        let packed = Tensor::from_slice(&words, &[outputs, inputs * bits / 32]).unwrap();
+        let scales = tensor(seed + 1, &[outputs, groups]).scale(0.01).unwrap();
+        let biases = tensor(seed + 2, &[outputs, groups]).scale(0.1).unwrap();
+        let dense = tensor(seed + 3, &[outputs, inputs]);
+        let offset = tensor(seed + 4, &[outputs]);
+        let residual = tensor(seed + 5, &[1, rows, outputs]);
+        let null = RawTensor::NULL;
+        let matrix = RawMatrix {
+            weight: if bits == 0 { dense.raw() } else { packed.raw() },
+            scales: if bits == 0 { null } else { scales.raw() },
+            biases: if bits == 0 { null } else { biases.raw() },
+            offset: offset.raw(),
+            group,
+            bits,
+        };
+        let matrices = [matrix, matrix];
+        let run = || {
+            let out = (super::api().project())(&Projection {
+                x: x.raw(),
+                norm: if normed { norm.raw() } else { null },
+                eps: 1e-5,
+                matrices: matrices[..if gated { 2 } else { 1 }].into(),
+                gate: if gated { UnaryOp::SILU } else { UnaryOp::NONE },
+                residual: residual.raw(),
+            });
+            assert_eq!(out.len(), 1, "{}", (super::api().take_error())());
+            // SAFETY: a new tensor, handed over.
+            Ok(unsafe { Tensor::from_raw(out[0]) }.unwrap())
+        };
+        crate::kernels::set_exact(true);
+        let error = difference(run);
+        crate::kernels::set_exact(false);
+        let size = (inputs as f32) * if gated { 30.0 } else { 3.0 };
+        let bound = if narrow { 1e-2 } else { 2e-7 };
+        prop_assert!(error < bound * size, "{error}");
+    }
+
+    #[test]
+    fn self_attention_agrees_with_mlx(
+        (kv_heads, repeat, half, t) in (1..3i32, 1..4i32, 2..20i32, 1..20i32),
+        offsets in prop::collection::vec(0..40i32, 1..4),
+        window in prop::sample::select(vec![0, 1, 7]),
+        (normed, gated, freqs) in any::<(bool, bool, bool)>(),
+        seed in 0..1000u64,
+    ) {
+        let _serial = serial();
+        let (b, d) = (offsets.len() as i32, 2 * half);
+        let heads = kv_heads * repeat;
+        let q = tensor(seed, &[b, t, heads * d * if gated { 2 } else { 1 }]);
+        let k = tensor(seed + 1, &[b, t, kv_heads * d]);
+        let v = tensor(seed + 2, &[b, t, kv_heads * d]);
+        let cache = |seed| tensor(seed, &[b, kv_heads, 64, d]);
+        let (keys, values) = (cache(seed + 3), cache(seed + 4));
+        let norm = tensor(seed + 5, &[d]);
+        let rope_dims = (half / 2 + 1) * 2;
+        let divisors: Vec<f32> = (0..rope_dims / 2).map(|j| 1.0 + j as f32).collect();
+        let divisors = Tensor::from_slice(&divisors, &[rope_dims / 2]).unwrap();
+        let optional = |given: bool, x: &Tensor| if given { x.raw() } else { RawTensor::NULL };
+        for index in 0..3 {
+            let run = || {
+                let out = (super::api().attend())(&Attend {
+                    q: q.raw(),
+                    k: k.raw(),
+                    v: v.raw(),
+                    keys: keys.raw(),
+                    values: values.raw(),
+                    q_norm: optional(normed, &norm),
+                    k_norm: optional(normed, &norm),
+                    eps: 1e-5,
+                    heads,
+                    kv_heads,
+                    gated,
+                    rope_dims,
+                    rope_base: 1e4,
+                    rope_freqs: optional(freqs, &divisors),
+                    rope_scale: 0.5,
+                    offsets: offsets.as_slice().into(),
+                    window,
+                    scale: 0.3,
+                });
+                assert_eq!(out.len(), 3, "{}", (super::api().take_error())());
+                // SAFETY: new tensors, handed over.
+                let mut out = out.into_iter().map(|raw| unsafe { Tensor::from_raw(raw) }.unwrap());
+                Ok(out.nth(index).unwrap())
+            };
+            // The angle itself is rounded, differently.
+            prop_assert!(difference(run) < 3e-4);
+        }
+        // Whoever still holds the caches sees them as they were.
+        prop_assert_eq!(keys.to_vec::<f32>().unwrap(), cache(seed + 3).to_vec::<f32>().unwrap());
     }
 }
 

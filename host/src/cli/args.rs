@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
+use mlxhost::kernels::{self, pool};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -56,9 +57,9 @@ pub struct GenerateArgs {
     /// Decode without drafts.
     #[arg(long, help_heading = "Models")]
     pub no_draft: bool,
-    /// Threads of the CPU kernels [default: as many as the machine has cores].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Models")]
-    pub threads: Option<u16>,
+
+    #[command(flatten)]
+    pub compute: Compute,
 
     /// The prompt [default: a chat on a terminal, else standard input].
     #[arg(long, value_name = "TEXT", help_heading = "Prompt")]
@@ -134,6 +135,27 @@ pub struct GenerateArgs {
     pub json: bool,
 }
 
+/// How a CPU computes.
+#[derive(clap::Args)]
+pub struct Compute {
+    /// Threads of the CPU kernels [default: as many as the machine has cores].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Computing")]
+    pub threads: Option<u16>,
+    /// Multiply packed weights with activations as they are, not rounded to 16 bits. Slower.
+    #[arg(long, help_heading = "Computing")]
+    pub exact: bool,
+}
+
+impl Compute {
+    /// Holds for the process; before the first model is loaded.
+    pub fn apply(&self) {
+        if let Some(threads) = self.threads {
+            pool::set_threads(usize::from(threads));
+        }
+        kernels::set_exact(self.exact);
+    }
+}
+
 #[derive(clap::Args)]
 pub struct EvalArgs {
     /// The model: a directory or a .gguf file.
@@ -148,6 +170,8 @@ pub struct EvalArgs {
     /// Hidden states to write too: layer numbers, `embedding`, `pre_norm`, `final`.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub taps: Vec<String>,
+    #[command(flatten)]
+    pub compute: Compute,
 }
 
 #[derive(clap::Args)]

@@ -20,6 +20,7 @@ pub fn run(args: &EvalArgs) -> Result<(), CliError> {
     let ids = prompt::parse_tokens(&args.prompt_tokens)?;
     let taps = args.taps.iter().map(|text| parse_tap(text));
     let taps = taps.collect::<Result<Vec<_>, _>>()?;
+    args.compute.apply();
     backend::install();
     let model = Model::load(Arc::new(Checkpoint::open(&args.model)?), None)?;
     let facts = model.facts();

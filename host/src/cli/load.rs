@@ -8,7 +8,6 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use mlxhost::LoadError;
 use mlxhost::checkpoint::Checkpoint;
 use mlxhost::engine::{Engine, EngineConfig};
-use mlxhost::kernels::pool;
 use mlxhost::plugin::{DrafterSource, Registry};
 use mlxhost::text::{GenerationDefaults, GgufVocab, Tokenizer};
 
@@ -31,9 +30,7 @@ pub struct Loaded {
 
 /// Loads what the user named.
 pub fn load(args: &GenerateArgs) -> Result<Loaded, CliError> {
-    if let Some(threads) = args.threads {
-        pool::set_threads(usize::from(threads));
-    }
+    args.compute.apply();
     let registry = registry(&args.plugins)?;
     let (model, bundled) = match &args.model {
         Some(path) => (path.clone(), false),

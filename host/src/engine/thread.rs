@@ -204,6 +204,8 @@ fn serve(
     inbox: &Receiver<Vec<Submission>>,
 ) {
     backend::install();
+    // Declared first, so that it goes last.
+    let _finish = backend::Finish;
     let loaded = backend::on_weights_read(progress, || load(&config));
     let (target, drafter) = match loaded {
         Ok(loaded) => loaded,

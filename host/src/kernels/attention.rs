@@ -1,6 +1,7 @@
 //! Attention of a few queries over many cached keys, for ragged rows.
 
-use super::lanes::{Float, dot, exp_negative};
+use super::lanes::Float;
+use super::mix::{KeyHead, Scratch};
 use super::pool::{self, Shared};
 
 /// Which keys a query sees.
@@ -59,35 +60,35 @@ impl Attention {
         // A piece is one key head of a row: its keys are read once for all queries on them.
         let body = |piece: usize| {
             let (row, kv_head) = (piece / kv_heads, piece % kv_heads);
-            let mut scratch = Scratch::new(shared_heads * width, span, dim);
-            for local in 0..shared_heads * width {
-                let (head, t) = (kv_head * shared_heads + local / width, local % width);
+            let mut scratch = Scratch::new(shared_heads * width, dim);
+            let query = |local: usize| (kv_head * shared_heads + local / width, local % width);
+            for (local, to) in scratch.queries.chunks_exact_mut(dim).enumerate() {
+                let (head, t) = query(local);
                 let from = self.at(0, row, head, t);
-                for (to, x) in scratch.queries[local * dim..]
-                    .iter_mut()
-                    .zip(&q[from..from + dim])
-                {
+                for (to, x) in to.iter_mut().zip(&q[from..from + dim]) {
                     *to = x.wide() * self.scale;
                 }
             }
-            let key_head = KeyHead {
-                row,
-                index: kv_head,
-                keys: k,
-                values: v,
-                visible,
+            let head = KeyHead {
+                keys: &k[self.at(1, row, kv_head, 0)..],
+                values: &v[self.at(2, row, kv_head, 0)..],
+                strides: [self.strides[1][2], self.strides[2][2]],
             };
-            self.mix(&key_head, &mut scratch);
-            for local in 0..shared_heads * width {
-                let (head, t) = (kv_head * shared_heads + local / width, local % width);
+            scratch.mix(head, 0..span, |local, s| match visible {
+                Visible::All => true,
+                Visible::Causal => s + width <= span + local % width,
+                Visible::Mask(mask) => mask[(row * width + local % width) * span + s],
+            });
+            for (local, sums) in scratch.sums.chunks_exact(dim).enumerate() {
+                let (head, t) = query(local);
                 // SAFETY: every head of a row belongs to one piece.
                 let out = unsafe { shared.slice(((row * width + t) * heads + head) * dim, dim) };
-                for (out, x) in out.iter_mut().zip(&scratch.sums[local * dim..]) {
+                for (out, x) in out.iter_mut().zip(sums) {
                     *out = T::narrow(*x);
                 }
             }
         };
-        if batch * heads * width * span * dim < 1 << 16 {
+        if span == 0 || batch * heads * width * span * dim < 1 << 16 {
             (0..batch * kv_heads).for_each(body);
         } else {
             pool::run(batch * kv_heads, body);
@@ -97,132 +98,6 @@ impl Attention {
     fn at(&self, tensor: usize, row: usize, head: usize, column: usize) -> usize {
         let [rows, heads, columns] = self.strides[tensor];
         row * rows + head * heads + column * columns
-    }
-
-    /// All queries of one key head: scores, softmax, and the mix of values.
-    fn mix<T: Float>(&self, head: &KeyHead<'_, T>, scratch: &mut Scratch) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::is_x86_feature_detected as has;
-            if has!("avx512f") {
-                // SAFETY: the processor has it.
-                return unsafe { self.mix_avx512(head, scratch) };
-            }
-            if has!("avx2") && has!("fma") {
-                // SAFETY: the processor has it.
-                return unsafe { self.mix_avx2(head, scratch) };
-            }
-        }
-        self.mix_lanes(head, scratch);
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx512f")]
-    fn mix_avx512<T: Float>(&self, head: &KeyHead<'_, T>, scratch: &mut Scratch) {
-        self.mix_lanes(head, scratch);
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx2,fma")]
-    fn mix_avx2<T: Float>(&self, head: &KeyHead<'_, T>, scratch: &mut Scratch) {
-        self.mix_lanes(head, scratch);
-    }
-
-    #[inline(always)]
-    fn mix_lanes<T: Float>(&self, head: &KeyHead<'_, T>, scratch: &mut Scratch) {
-        let (width, span, dim) = (self.width, self.span, self.dim);
-        let queries = scratch.queries.len() / dim;
-        let seen = |t: usize, s: usize| match head.visible {
-            Visible::All => true,
-            Visible::Causal => s + width <= span + t,
-            Visible::Mask(mask) => mask[(head.row * width + t) * span + s],
-        };
-        for s in 0..span {
-            let from = self.at(1, head.row, head.index, s);
-            for (to, x) in scratch.wide.iter_mut().zip(&head.keys[from..from + dim]) {
-                *to = x.wide();
-            }
-            for local in 0..queries {
-                scratch.scores[local * span + s] = if seen(local % width, s) {
-                    dot(
-                        &scratch.queries[local * dim..(local + 1) * dim],
-                        &scratch.wide,
-                    )
-                } else {
-                    f32::NEG_INFINITY
-                };
-            }
-        }
-        for scores in scratch.scores.chunks_exact_mut(span) {
-            softmax(scores);
-        }
-        for s in 0..span {
-            let from = self.at(2, head.row, head.index, s);
-            for (to, x) in scratch.wide.iter_mut().zip(&head.values[from..from + dim]) {
-                *to = x.wide();
-            }
-            for local in 0..queries {
-                let share = scratch.scores[local * span + s];
-                if share == 0.0 {
-                    continue;
-                }
-                let sums = &mut scratch.sums[local * dim..(local + 1) * dim];
-                for (sum, x) in sums.iter_mut().zip(&scratch.wide) {
-                    *sum += share * x;
-                }
-            }
-        }
-    }
-}
-
-/// One key head of one row.
-struct KeyHead<'a, T> {
-    row: usize,
-    index: usize,
-    keys: &'a [T],
-    values: &'a [T],
-    visible: Visible<'a>,
-}
-
-/// What one piece works in.
-struct Scratch {
-    queries: Vec<f32>,
-    scores: Vec<f32>,
-    sums: Vec<f32>,
-    wide: Vec<f32>,
-}
-
-impl Scratch {
-    fn new(queries: usize, span: usize, dim: usize) -> Self {
-        Self {
-            queries: vec![0.0; queries * dim],
-            scores: vec![0.0; queries * span],
-            sums: vec![0.0; queries * dim],
-            wide: vec![0.0; dim],
-        }
-    }
-}
-
-/// In place; a query that sees nothing gets zeros.
-#[inline(always)]
-fn softmax(scores: &mut [f32]) {
-    let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    if most == f32::NEG_INFINITY {
-        scores.fill(0.0);
-        return;
-    }
-    for score in scores.iter_mut() {
-        let hidden = *score == f32::NEG_INFINITY;
-        let e = exp_negative(*score - most);
-        *score = if hidden { 0.0 } else { e };
-    }
-    // In order, so that keys that are not seen at the end change nothing.
-    let mut sum = 0.0;
-    for score in scores.iter() {
-        sum += score;
-    }
-    for score in scores.iter_mut() {
-        *score /= sum;
     }
 }
 

@@ -8,6 +8,10 @@ pub trait Float: Copy + Default + Send + Sync + 'static {
     fn wide(self) -> f32;
     /// Rounds to nearest even.
     fn narrow(x: f32) -> Self;
+    /// The elements themselves, if they are single precision.
+    fn as_f32(_: &[Self]) -> Option<&[f32]> {
+        None
+    }
 }
 
 impl Float for f32 {
@@ -17,6 +21,10 @@ impl Float for f32 {
 
     fn narrow(x: f32) -> Self {
         x
+    }
+
+    fn as_f32(all: &[Self]) -> Option<&[f32]> {
+        Some(all)
     }
 }
 

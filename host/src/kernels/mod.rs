@@ -4,9 +4,28 @@
 //! same bit for bit whether it is computed alone or with others, so that verifying drafts never
 //! changes a near-tie.
 
+pub mod attend;
 pub mod attention;
 pub mod delta;
 pub mod lanes;
+pub mod matrix;
+mod mix;
 pub mod pool;
+pub mod project;
 pub mod quantized;
 pub mod rows;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+static EXACT: AtomicBool = AtomicBool::new(false);
+
+/// Whether products take activations as they are, instead of rounding them to 16 bits for packed
+/// weights. Holds for graphs that are built from now on.
+pub fn set_exact(exact: bool) {
+    EXACT.store(exact, Ordering::Relaxed);
+}
+
+/// See [`set_exact`].
+pub fn exact() -> bool {
+    EXACT.load(Ordering::Relaxed)
+}

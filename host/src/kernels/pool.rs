@@ -189,10 +189,23 @@ impl<T> Shared<T> {
         Self(buffer.as_mut_ptr(), buffer.len())
     }
 
+    /// A part of the buffer that nobody writes.
+    ///
+    /// # Safety
+    /// The buffer is still borrowed, and nobody has a mutable part that overlaps.
+    ///
+    /// # Panics
+    /// The part is outside the buffer.
+    pub unsafe fn read(&self, start: usize, len: usize) -> &[T] {
+        assert!(start <= self.1 && len <= self.1 - start);
+        // SAFETY: inside the buffer, and the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.0.add(start), len) }
+    }
+
     /// A part of the buffer.
     ///
     /// # Safety
-    /// The buffer is still borrowed, and no other thread has a part that overlaps.
+    /// The buffer is still borrowed, and nobody else has a part that overlaps.
     ///
     /// # Panics
     /// The part is outside the buffer.

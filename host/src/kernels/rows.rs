@@ -14,7 +14,7 @@ fn least_rows(width: usize) -> usize {
 ///
 /// # Panics
 /// The lengths do not fit.
-pub fn rms_norm<T: Float>(x: &[T], weight: Option<&[f32]>, eps: f32, width: usize, out: &mut [T]) {
+pub fn rms_norm<T: Float>(x: &[T], weight: Option<&[T]>, eps: f32, width: usize, out: &mut [T]) {
     assert!(x.len() == out.len() && x.len().is_multiple_of(width));
     assert!(weight.is_none_or(|weight| weight.len() == width));
     let shared = Shared::new(out);
@@ -31,7 +31,7 @@ pub fn rms_norm<T: Float>(x: &[T], weight: Option<&[f32]>, eps: f32, width: usiz
             match weight {
                 Some(weight) => {
                     for ((out, x), weight) in out.iter_mut().zip(&wide).zip(weight) {
-                        *out = T::narrow(x * scale * weight);
+                        *out = T::narrow(x * scale * weight.wide());
                     }
                 }
                 None => {
@@ -44,43 +44,58 @@ pub fn rms_norm<T: Float>(x: &[T], weight: Option<&[f32]>, eps: f32, width: usiz
     });
 }
 
-/// `silu(gate) * up`, element by element, where `silu(x) = x / (1 + e^-x)`.
-///
-/// # Panics
-/// The lengths differ.
-pub fn silu_mul<T: Float>(gate: &[T], up: &[T], out: &mut [T]) {
-    assert!(gate.len() == up.len() && gate.len() == out.len());
-    let shared = Shared::new(out);
-    pool::split(gate.len(), SMALL, |range| {
-        // SAFETY: every element belongs to one piece.
-        let out = unsafe { shared.slice(range.start, range.len()) };
-        gates(&gate[range.clone()], &up[range], out);
-    });
+/// What opens the gate of a feed-forward block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gate {
+    /// `x / (1 + e^-x)`
+    Silu,
+    /// GELU in its tanh approximation (Hendrycks and Gimpel, 2016).
+    GeluTanh,
 }
 
-fn gates<T: Float>(gate: &[T], up: &[T], out: &mut [T]) {
+/// `up = gate(x) * up`, on one thread.
+pub fn gate_in_place(gate: Gate, x: &[f32], up: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
         // SAFETY: the processor has it.
-        return unsafe { gates_avx2(gate, up, out) };
+        return unsafe { gate_in_place_avx2(gate, x, up) };
     }
-    gates_lanes(gate, up, out);
+    gate_in_place_lanes(gate, x, up);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn gates_avx2<T: Float>(gate: &[T], up: &[T], out: &mut [T]) {
-    gates_lanes(gate, up, out);
+fn gate_in_place_avx2(gate: Gate, x: &[f32], up: &mut [f32]) {
+    gate_in_place_lanes(gate, x, up);
 }
 
 #[inline(always)]
-fn gates_lanes<T: Float>(gate: &[T], up: &[T], out: &mut [T]) {
-    for (out, (gate, up)) in out.iter_mut().zip(gate.iter().zip(up)) {
-        let x = gate.wide();
-        // By the sign, so that the exponential never overflows.
-        let e = exp_negative(-x.abs());
-        let sigmoid = if x >= 0.0 { 1.0 } else { e } / (1.0 + e);
-        *out = T::narrow(x * sigmoid * up.wide());
+fn gate_in_place_lanes(gate: Gate, x: &[f32], up: &mut [f32]) {
+    match gate {
+        Gate::Silu => {
+            for (up, &x) in up.iter_mut().zip(x) {
+                *up *= x * sigmoid(x);
+            }
+        }
+        Gate::GeluTanh => {
+            // (1 + tanh(y)) / 2 = 1 / (1 + e^-2y)
+            let twice = 2.0 * (2.0 / std::f32::consts::PI).sqrt();
+            for (up, &x) in up.iter_mut().zip(x) {
+                *up *= x * sigmoid(twice * (x + 0.044_715 * x * x * x));
+            }
+        }
+    }
+}
+
+/// `1 / (1 + e^-x)`
+#[inline(always)]
+pub fn sigmoid(x: f32) -> f32 {
+    // By the sign, so that the exponential never overflows.
+    let e = exp_negative(-x.abs());
+    if x >= 0.0 {
+        1.0 / (1.0 + e)
+    } else {
+        e / (1.0 + e)
     }
 }
 
@@ -177,13 +192,20 @@ mod tests {
                 assert!((f64::from(out[i]) - exact).abs() < 1e-6 * (1.0 + exact.abs()));
             }
         }
-        let (gate, up) = (values(101), values(101));
-        let mut out = vec![0.0; 101];
-        silu_mul(&gate, &up, &mut out);
+        let (x, up) = (values(101), values(101));
+        let silu = |x: f64| x / (1.0 + (-x).exp());
+        let gelu = |x: f64| {
+            let y = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+            x * 0.5 * (1.0 + y.tanh())
+        };
+        let mut outs = [up.clone(), up.clone()];
+        gate_in_place(Gate::Silu, &x, &mut outs[0]);
+        gate_in_place(Gate::GeluTanh, &x, &mut outs[1]);
         for i in 0..101 {
-            let x = f64::from(gate[i]);
-            let exact = x / (1.0 + (-x).exp()) * f64::from(up[i]);
-            assert!((f64::from(out[i]) - exact).abs() < 1e-6 * (1.0 + exact.abs()));
+            let (x, up) = (f64::from(x[i]), f64::from(up[i]));
+            for (out, exact) in [(outs[0][i], silu(x) * up), (outs[1][i], gelu(x) * up)] {
+                assert!((f64::from(out) - exact).abs() < 1e-6 * (1.0 + exact.abs()));
+            }
         }
     }
 

@@ -34,6 +34,84 @@ pub struct GatedDelta {
     pub every_state: bool,
 }
 
+/// A weight matrix of one [`HostApi::project`] call; all borrowed.
+#[repr(C)]
+#[derive(StableAbi, Clone, Copy, Debug)]
+pub struct RawMatrix {
+    /// `[out, in]`; quantized: packed words, u32 `[out, in * bits / 32]`.
+    pub weight: RawTensor,
+    /// `[out, in / group]`; null: not quantized.
+    pub scales: RawTensor,
+    /// As `scales`: a weight is `scale * q + bias`.
+    pub biases: RawTensor,
+    /// `[out]`, added to the product, or null.
+    pub offset: RawTensor,
+    /// Weights that share a scale.
+    pub group: i32,
+    /// Bits of a packed weight.
+    pub bits: i32,
+}
+
+/// The inputs of one [`HostApi::project`] call; all borrowed.
+#[repr(C)]
+#[derive(StableAbi, Clone, Copy, Debug)]
+pub struct Projection<'a> {
+    /// `[.., in]`.
+    pub x: RawTensor,
+    /// Weight `[in]` of an RMSNorm that `x` goes through first, or null.
+    pub norm: RawTensor,
+    /// The norm's epsilon.
+    pub eps: f32,
+    /// One or more matrices.
+    pub matrices: RSlice<'a, RawMatrix>,
+    /// With two matrices: the only output is `gate(first) * second`. None: [`UnaryOp`] of code 0.
+    pub gate: UnaryOp,
+    /// `[.., out]`, added to the only output, or null.
+    pub residual: RawTensor,
+}
+
+/// The inputs of one [`HostApi::attend`] call; all borrowed.
+#[repr(C)]
+#[derive(StableAbi, Clone, Copy, Debug)]
+pub struct Attend<'a> {
+    /// `[B, T, heads * D]`; with `gated` `[B, T, heads * 2 D]`: per head a query, then its gate.
+    pub q: RawTensor,
+    /// `[B, T, kv_heads * D]`.
+    pub k: RawTensor,
+    /// `[B, T, kv_heads * D]`.
+    pub v: RawTensor,
+    /// Cached keys `[B, kv_heads, capacity, D]`.
+    pub keys: RawTensor,
+    /// Cached values, as `keys`.
+    pub values: RawTensor,
+    /// Weight `[D]` of the RMSNorm of queries, or null: no norms.
+    pub q_norm: RawTensor,
+    /// As `q_norm`, of keys.
+    pub k_norm: RawTensor,
+    /// Epsilon of the norms.
+    pub eps: f32,
+    /// Query heads, a multiple of `kv_heads`.
+    pub heads: i32,
+    /// Key and value heads.
+    pub kv_heads: i32,
+    /// Whether the outcome is multiplied by the sigmoid of the gates.
+    pub gated: bool,
+    /// Rotary embedding, as in [`HostApi::rope`]: the dimensions that turn,
+    pub rope_dims: i32,
+    /// the base,
+    pub rope_base: f32,
+    /// the divisors or null,
+    pub rope_freqs: RawTensor,
+    /// and the factor on positions.
+    pub rope_scale: f32,
+    /// Cached tokens per row, which are also the positions of the first new column.
+    pub offsets: RSlice<'a, i32>,
+    /// Keys that a query sees, its own included; 0: all.
+    pub window: i32,
+    /// The factor on products of queries and keys.
+    pub scale: f32,
+}
+
 /// The host's table. Valid for the life of the process.
 ///
 /// Unless a slot says otherwise: tensor arguments are borrowed; a returned tensor is owned by the
@@ -108,16 +186,10 @@ pub struct HostApi {
 
     /// Matrix product with broadcasting over leading axes.
     pub matmul: extern "C" fn(RawTensor, RawTensor) -> RawTensor,
-    /// `x @ dequantize(w)^T`: affine, `w` u32 `[out, in * bits / 32]`, `scales` and `biases`
-    /// `[out, in / group]`.
-    pub quantized_matmul: extern "C" fn(
-        x: RawTensor,
-        w: RawTensor,
-        scales: RawTensor,
-        biases: RawTensor,
-        group: i32,
-        bits: i32,
-    ) -> RawTensor,
+    /// Products of `x` with weight matrices, `x W^T`, and what comes before and after. Returns one
+    /// `[.., out]` per matrix, or the gated one; empty on failure. What is rounded where is as if
+    /// the steps were made one by one, in the dtype of `x`.
+    pub project: extern "C" fn(&Projection<'_>) -> RVec<RawTensor>,
     /// `scales * q + biases`, `[out, in]` in the dtype of `scales`.
     pub dequantize: extern "C" fn(
         w: RawTensor,
@@ -150,6 +222,11 @@ pub struct HostApi {
         kind: AttentionMask,
         mask: RawTensor,
     ) -> RawTensor,
+    /// Causal self-attention between its projections: norms and rotation of queries and keys, the
+    /// new keys and values into the cache at each row's offset, the mix, the gate. Returns the mix
+    /// `[B, T, heads * D]`, keys and values; empty on failure. The caches are written in place when
+    /// the caller gives up its own handles before they are computed.
+    pub attend: extern "C" fn(&Attend<'_>) -> RVec<RawTensor>,
     /// The gated delta rule over `T` steps: `S *= decay; S += beta (v - S k) k^T; y = S q`.
     /// Returns `y` `[B, T, Hv, Dv]`, then the states `[B, Hv, Dv, Dk]`: the last one, or all `T`.
     /// Empty on failure.

@@ -16,7 +16,7 @@ mod manifest;
 mod plugin;
 mod types;
 
-pub use host::{GatedDelta, HostApi, HostApiRef, RawCheckpoint};
+pub use host::{Attend, GatedDelta, HostApi, HostApiRef, Projection, RawCheckpoint, RawMatrix};
 pub use manifest::{Embedded, MAX_MANIFEST_BYTES, SECTION, section_bytes, total_len};
 pub use plugin::{
     Advance, DraftReply, DraftRequest, DraftRows, DraftRowsRef, LoadRequest, OpenRequest,

@@ -76,6 +76,11 @@ codes! {
     }
 }
 
+impl UnaryOp {
+    /// No op, where one is optional.
+    pub const NONE: Self = Self(0);
+}
+
 impl DType {
     /// Bytes per element; `None` for an unknown code.
     pub fn size(self) -> Option<usize> {
@@ -149,8 +154,6 @@ codes! {
         AND = 10,
         /// Logical or.
         OR = 11,
-        /// `silu(a) * b`: the gate of a feed-forward block.
-        SILU_MUL = 12,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::Weights;
 use crate::error::Result;
-use crate::layers::{KvCache, Linear, RmsNorm, Rope, Step};
+use crate::layers::{KvCache, Linear, Project, RmsNorm, Rope, Step};
 use crate::tensor::Tensor;
 
 /// The shape and the options of an attention layer.
@@ -76,44 +76,19 @@ impl Attention {
             .collect()
     }
 
-    /// `[B, T, hidden]` to the same shape; the pass's keys and values go into the cache.
-    pub fn forward(&self, x: &Tensor, step: &Step, cache: &mut KvCache) -> Result<Tensor> {
-        let AttentionConfig {
-            heads,
-            kv_heads,
-            head_dim,
-            ref rope,
-            gated,
-            ..
-        } = self.config;
-        let (rows, width) = (step.rows(), step.width());
-        let by_head = |y: Tensor, heads: i32| y.reshape(&[rows, width, heads, -1]);
-        let mut q = by_head(self.q.forward(x)?, heads)?;
-        let mut gate = None;
-        if gated {
-            let flat = [rows, width, heads * head_dim];
-            gate = Some(q.slice(3, head_dim, 2 * head_dim)?.reshape(&flat)?);
-            q = q.slice(3, 0, head_dim)?;
-        }
-        let mut k = by_head(self.k.forward(x)?, kv_heads)?;
-        let v = by_head(self.v.forward(x)?, kv_heads)?;
-        if let Some((q_norm, k_norm)) = &self.norms {
-            q = q_norm.forward(&q)?;
-            k = k_norm.forward(&k)?;
-        }
-        let heads_first = |y: Tensor| y.transpose(&[0, 2, 1, 3]);
-        let q = rope.forward(&heads_first(q)?, step.positions())?;
-        let k = rope.forward(&heads_first(k)?, step.positions())?;
-        let (keys, values) = cache.update(step, &k, &heads_first(v)?)?;
-        let scale = (head_dim as f32).powf(-0.5);
-        let mixed = q.attention(&keys, &values, scale, step.mask())?;
-        let mut mixed =
-            mixed
-                .transpose(&[0, 2, 1, 3])?
-                .reshape(&[rows, width, heads * head_dim])?;
-        if let Some(gate) = gate {
-            mixed = mixed.mul(&gate.sigmoid()?)?;
-        }
-        self.o.forward(&mixed)
+    /// `h + attention(norm(h))`, `[B, T, hidden]`; the pass's keys and values go into the cache.
+    pub fn forward(
+        &self,
+        h: &Tensor,
+        norm: &RmsNorm,
+        step: &Step,
+        cache: &mut KvCache,
+    ) -> Result<Tensor> {
+        let qkv = Project::of(h)
+            .norm(norm)
+            .through([&self.q, &self.k, &self.v])?;
+        let norms = self.norms.as_ref().map(|(q, k)| (q, k));
+        let mixed = cache.attend(step, &qkv, &self.config, norms)?;
+        Project::of(&mixed).plus(h).with(&self.o)
     }
 }

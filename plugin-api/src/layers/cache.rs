@@ -1,8 +1,9 @@
 //! Row-wise caches: what a layer remembers of each row.
 
-use crate::abi::DType;
+use crate::abi::{Attend, DType, RawTensor};
 use crate::error::{Error, Result};
-use crate::layers::Step;
+use crate::host::{api, op_error};
+use crate::layers::{AttentionConfig, RmsNorm, Step};
 use crate::tensor::Tensor;
 
 /// Buffers grow by this many tokens at a time, so that a long answer reallocates rarely.
@@ -11,26 +12,71 @@ const GROWTH: i32 = 256;
 /// Keys and values of full attention, `[B, heads, capacity, D]`.
 ///
 /// The cache does not know how many tokens are valid: the [`Step`]'s offsets say so. Going back is
-/// therefore free: the next pass writes over what was rejected, and the mask hides it until then.
+/// therefore free: the next pass writes over what was rejected, and nobody looks there until then.
 #[derive(Default)]
 pub struct KvCache {
     buffers: Option<(Tensor, Tensor)>,
 }
 
 impl KvCache {
-    /// Writes `k`, `v` `[B, heads, T, D]` at each row's offset. Returns everything up to the
-    /// longest row: `[B, heads, span, D]`, to be read under [`Step::mask`].
-    pub fn update(&mut self, step: &Step, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+    /// Attention of a pass's queries over what is cached and the pass's own keys, which go into
+    /// the cache: `q`, `k`, `v` as projected, to `[B, T, heads * D]`.
+    pub(super) fn attend(
+        &mut self,
+        step: &Step,
+        [q, k, v]: &[Tensor; 3],
+        config: &AttentionConfig,
+        norms: Option<(&RmsNorm, &RmsNorm)>,
+    ) -> Result<Tensor> {
         let span = step.offsets().iter().max().copied().unwrap_or(0) + step.width();
         let (keys, values) = match self.buffers.take() {
             Some((keys, values)) => (grow(keys, span)?, grow(values, span)?),
-            None => (empty(k, span)?, empty(v, span)?),
+            None => {
+                let shape = [
+                    step.rows(),
+                    config.kv_heads,
+                    capacity(span),
+                    config.head_dim,
+                ];
+                let empty = Tensor::full(&shape, 0.0, k.dtype())?;
+                (empty.clone(), empty)
+            }
         };
-        let keys = write(keys, step, k)?;
-        let values = write(values, step, v)?;
-        let views = (keys.slice(2, 0, span)?, values.slice(2, 0, span)?);
-        self.buffers = Some((keys, values));
-        Ok(views)
+        let (rope_dims, rope_base, rope_freqs, rope_scale) = config.rope.raw();
+        let weight = |norm: &RmsNorm| norm.parts().0.raw();
+        let (q_norm, k_norm, eps) = match norms {
+            Some((q, k)) => (weight(q), weight(k), q.parts().1),
+            None => (RawTensor::NULL, RawTensor::NULL, 0.0),
+        };
+        let out = api().attend()(&Attend {
+            q: q.raw(),
+            k: k.raw(),
+            v: v.raw(),
+            keys: keys.raw(),
+            values: values.raw(),
+            q_norm,
+            k_norm,
+            eps,
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            gated: config.gated,
+            rope_dims,
+            rope_base,
+            rope_freqs,
+            rope_scale,
+            offsets: step.offsets().into(),
+            window: 0,
+            scale: (config.head_dim as f32).powf(-0.5),
+        });
+        let out = out.into_iter().map(|raw| Tensor::own("attend", raw));
+        let out = out.collect::<Result<Vec<_>>>()?;
+        match <[Tensor; 3]>::try_from(out) {
+            Ok([mixed, keys, values]) => {
+                self.buffers = Some((keys, values));
+                Ok(mixed)
+            }
+            Err(_) => Err(op_error("attend")),
+        }
     }
 
     /// Keeps the given rows.
@@ -63,35 +109,20 @@ impl KvCache {
     }
 }
 
-/// A zeroed buffer for rows like `like`, with room for `span` tokens.
-fn empty(like: &Tensor, span: i32) -> Result<Tensor> {
-    let [rows, heads, _, width] = like.dims()?;
-    let capacity = (span + GROWTH - 1) / GROWTH * GROWTH;
-    Tensor::full(&[rows, heads, capacity, width], 0.0, like.dtype())
+/// Columns of a buffer that must hold `span`.
+fn capacity(span: i32) -> i32 {
+    (span + GROWTH - 1) / GROWTH * GROWTH
 }
 
 /// The buffer, with room for at least `span` tokens.
 fn grow(buffer: Tensor, span: i32) -> Result<Tensor> {
-    let capacity = buffer.dim(2);
-    if capacity >= span {
+    let [rows, heads, columns, width] = buffer.dims()?;
+    if columns >= span {
         return Ok(buffer);
     }
-    let more = empty(&buffer, span - capacity)?;
+    let more = [rows, heads, capacity(span) - columns, width];
+    let more = Tensor::full(&more, 0.0, buffer.dtype())?;
     Tensor::concat(&[&buffer, &more], 2)
-}
-
-/// Writes the columns of a pass at each row's offset.
-fn write(buffer: Tensor, step: &Step, columns: &Tensor) -> Result<Tensor> {
-    let offsets = step.offsets();
-    if offsets.iter().all(|&o| o == offsets[0]) {
-        return buffer.slice_update(columns, &[0, 0, offsets[0], 0]);
-    }
-    let mut buffer = buffer;
-    for (row, &offset) in (0..).zip(offsets) {
-        let columns = columns.slice(0, row, row + 1)?;
-        buffer = buffer.slice_update(&columns, &[row, 0, offset, 0])?;
-    }
-    Ok(buffer)
 }
 
 /// What a Gated DeltaNet layer remembers: the last `K - 1` inputs of its convolution

@@ -82,13 +82,16 @@ impl DecoderLayer {
 
     /// `[B, T, hidden]` to the same shape.
     pub fn forward(&self, h: &Tensor, step: &Step, cache: &mut LayerCache) -> Result<Tensor> {
-        let x = self.input_norm.forward(h)?;
-        let mixed = match (&self.mixer, cache) {
-            (Mixer::Attention(layer), LayerCache::Kv(cache)) => layer.forward(&x, step, cache)?,
-            (Mixer::Delta(layer), LayerCache::Delta(cache)) => layer.forward(&x, step, cache)?,
+        let norm = &self.input_norm;
+        let h = match (&self.mixer, cache) {
+            (Mixer::Attention(layer), LayerCache::Kv(cache)) => {
+                layer.forward(h, norm, step, cache)?
+            }
+            (Mixer::Delta(layer), LayerCache::Delta(cache)) => {
+                layer.forward(h, norm, step, cache)?
+            }
             _ => return Err(Error::failed("this cache belongs to another kind of layer")),
         };
-        let h = h.add(&mixed)?;
-        h.add(&self.mlp.forward(&self.post_norm.forward(&h)?)?)
+        self.mlp.forward(&h, &self.post_norm)
     }
 }

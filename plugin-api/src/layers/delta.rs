@@ -6,7 +6,7 @@ use crate::abi::{DType, UnaryOp};
 use crate::checkpoint::Weights;
 use crate::error::Result;
 use crate::layers::cache::{DeltaState, PendingDelta};
-use crate::layers::{DeltaCache, Linear, Step};
+use crate::layers::{DeltaCache, Linear, Project, RmsNorm, Step};
 use crate::tensor::{Tensor, gated_delta};
 
 /// Epsilon inside the L2 norm of queries and keys.
@@ -112,11 +112,18 @@ impl GatedDeltaNet {
             .collect()
     }
 
-    /// `[B, T, hidden]` to the same shape.
-    pub fn forward(&self, x: &Tensor, step: &Step, cache: &mut DeltaCache) -> Result<Tensor> {
+    /// `h + mix(norm(h))`, `[B, T, hidden]`.
+    pub fn forward(
+        &self,
+        h: &Tensor,
+        norm: &RmsNorm,
+        step: &Step,
+        cache: &mut DeltaCache,
+    ) -> Result<Tensor> {
         let c = &self.config;
         let (rows, width) = (step.rows(), step.width());
-        let qkv = self.qkv.forward(x)?;
+        let inputs = [&self.qkv, &self.z, &self.b, &self.a];
+        let [qkv, z, b, a] = Project::of(h).norm(norm).through(inputs)?;
         let before = match cache.state.take() {
             Some(state) => state,
             None => DeltaState {
@@ -143,10 +150,8 @@ impl GatedDeltaNet {
         let q = q.rms_norm(None, L2_EPS / dim)?.scale(1.0 / dim)?;
         let k = k.rms_norm(None, L2_EPS / dim)?.scale(dim.powf(-0.5))?;
 
-        let beta = self.b.forward(x)?.sigmoid()?;
-        let decay = self
-            .a
-            .forward(x)?
+        let beta = b.sigmoid()?;
+        let decay = a
             .add(&self.dt_bias)?
             .astype(DType::F32)?
             .unary(UnaryOp::SOFTPLUS)?
@@ -166,14 +171,14 @@ impl GatedDeltaNet {
             cache.state = Some(DeltaState { conv, recurrent });
         }
 
-        let z = self.z.forward(x)?.reshape(&y.shape())?.astype(DType::F32)?;
+        let z = z.reshape(&y.shape())?.astype(DType::F32)?;
         let y = y
             .astype(DType::F32)?
             .rms_norm(Some(&self.norm.astype(DType::F32)?), c.eps)?
             .mul(&z.silu()?)?
-            .astype(x.dtype())?
+            .astype(h.dtype())?
             .reshape(&[rows, width, c.values()])?;
-        self.out.forward(&y)
+        Project::of(&y).plus(h).with(&self.out)
     }
 
     /// The causal depthwise convolution and its activation: `[B, K-1+T, C]` to `[B, T, C]`.

@@ -1,8 +1,9 @@
 //! A weight matrix, dense or quantized: projection, embedding and tied head alike.
 
-use crate::abi::DType;
+use crate::abi::{DType, RawMatrix, RawTensor};
 use crate::checkpoint::Weights;
 use crate::error::Result;
+use crate::layers::Project;
 use crate::tensor::Tensor;
 
 /// `y = x W^T + b` with `W` `[out, in]`, dense or affine-quantized.
@@ -12,8 +13,8 @@ pub struct Linear {
 }
 
 enum Matrix {
-    /// `[out, in]` as stored, and its transposed view, made once.
-    Dense { weight: Tensor, transposed: Tensor },
+    /// `[out, in]`.
+    Dense(Tensor),
     /// Packed words `[out, in * bits / 32]`, scales and biases `[out, in / group]`.
     Quantized {
         weight: Tensor,
@@ -21,14 +22,9 @@ enum Matrix {
         biases: Tensor,
         group: i32,
         bits: i32,
+        /// What looked-up rows are converted to.
+        dtype: DType,
     },
-}
-
-impl Matrix {
-    fn dense(weight: Tensor) -> Result<Self> {
-        let transposed = weight.transpose(&[1, 0])?;
-        Ok(Self::Dense { weight, transposed })
-    }
 }
 
 impl Linear {
@@ -40,7 +36,7 @@ impl Linear {
         let matrix = if w.contains("scales") {
             Self::load_quantized(w, inputs, outputs)?
         } else {
-            Matrix::dense(w.shaped("weight", &[outputs, inputs])?)?
+            Matrix::Dense(w.shaped("weight", &[outputs, inputs])?)
         };
         let bias = if w.contains("bias") {
             Some(w.shaped("bias", &[outputs])?)
@@ -92,9 +88,15 @@ impl Linear {
                 "is missing: only affine quantization is supported",
             ));
         }
-        let biases = w.shaped("biases", &[outputs, groups])?;
-        let scales = w.shaped("scales", &[outputs, groups])?;
+        // Products in f32 read scales of any type as they are stored.
+        let stored = match w.dtype() {
+            Some(DType::F32) => w.as_stored(),
+            _ => w.clone(),
+        };
+        let biases = stored.shaped("biases", &[outputs, groups])?;
+        let scales = stored.shaped("scales", &[outputs, groups])?;
         Ok(Matrix::Quantized {
+            dtype: w.dtype().unwrap_or(scales.dtype()),
             weight,
             scales,
             biases,
@@ -103,45 +105,55 @@ impl Linear {
         })
     }
 
-    /// A dense matrix `[out, in]` without bias.
-    pub fn from_dense(weight: Tensor) -> Result<Self> {
-        Ok(Self {
-            matrix: Matrix::dense(weight)?,
-            bias: None,
-        })
+    /// `[.., in]` to `[.., out]`. Several projections of the same input: [`Project`].
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        Project::of(x).with(self)
     }
 
-    /// `[.., in]` to `[.., out]`.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let y = match &self.matrix {
-            Matrix::Dense { transposed, .. } => x.matmul(transposed)?,
+    /// The matrix as it crosses the table, lent.
+    pub(super) fn raw(&self) -> RawMatrix {
+        let offset = self.bias.as_ref().map_or(RawTensor::NULL, Tensor::raw);
+        match &self.matrix {
+            Matrix::Dense(weight) => RawMatrix {
+                weight: weight.raw(),
+                scales: RawTensor::NULL,
+                biases: RawTensor::NULL,
+                offset,
+                group: 0,
+                bits: 0,
+            },
             Matrix::Quantized {
                 weight,
                 scales,
                 biases,
                 group,
                 bits,
-            } => x.quantized_matmul(weight, scales, biases, *group, *bits)?,
-        };
-        match &self.bias {
-            Some(bias) => y.add(bias),
-            None => Ok(y),
+                ..
+            } => RawMatrix {
+                weight: weight.raw(),
+                scales: scales.raw(),
+                biases: biases.raw(),
+                offset,
+                group: *group,
+                bits: *bits,
+            },
         }
     }
 
     /// The rows of the matrix that ids name: `[..]` i32 to `[.., in]`.
     pub fn lookup(&self, ids: &Tensor) -> Result<Tensor> {
         match &self.matrix {
-            Matrix::Dense { weight, .. } => weight.take(ids, 0),
+            Matrix::Dense(weight) => weight.take(ids, 0),
             Matrix::Quantized {
                 weight,
                 scales,
                 biases,
                 group,
                 bits,
+                dtype,
             } => weight.take(ids, 0)?.dequantize(
-                &scales.take(ids, 0)?,
-                &biases.take(ids, 0)?,
+                &scales.take(ids, 0)?.astype(*dtype)?,
+                &biases.take(ids, 0)?.astype(*dtype)?,
                 *group,
                 *bits,
             ),
@@ -151,19 +163,21 @@ impl Linear {
     /// The same projection with only some of its outputs: `rows` `[n]` i32.
     pub fn select_outputs(&self, rows: &Tensor) -> Result<Self> {
         let matrix = match &self.matrix {
-            Matrix::Dense { weight, .. } => Matrix::dense(weight.take(rows, 0)?)?,
+            Matrix::Dense(weight) => Matrix::Dense(weight.take(rows, 0)?),
             Matrix::Quantized {
                 weight,
                 scales,
                 biases,
                 group,
                 bits,
+                dtype,
             } => Matrix::Quantized {
                 weight: weight.take(rows, 0)?,
                 scales: scales.take(rows, 0)?,
                 biases: biases.take(rows, 0)?,
                 group: *group,
                 bits: *bits,
+                dtype: *dtype,
             },
         };
         let bias = self.bias.as_ref().map(|b| b.take(rows, 0)).transpose()?;
@@ -173,7 +187,7 @@ impl Linear {
     /// The tensors it holds.
     pub fn tensors(&self) -> Vec<&Tensor> {
         let mut tensors = match &self.matrix {
-            Matrix::Dense { weight, .. } => vec![weight],
+            Matrix::Dense(weight) => vec![weight],
             Matrix::Quantized {
                 weight,
                 scales,

@@ -1,9 +1,9 @@
 //! The gated feed-forward block.
 
-use crate::abi::BinaryOp;
+use crate::abi::UnaryOp;
 use crate::checkpoint::Weights;
 use crate::error::Result;
-use crate::layers::Linear;
+use crate::layers::{Linear, Project, RmsNorm};
 use crate::tensor::Tensor;
 
 /// SwiGLU: `down(silu(gate x) * up x)`.
@@ -31,10 +31,11 @@ impl Mlp {
             .collect()
     }
 
-    /// `[.., hidden]` to the same shape.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let gate = self.gate.forward(x)?;
-        let gated = gate.binary(BinaryOp::SILU_MUL, &self.up.forward(x)?)?;
-        self.down.forward(&gated)
+    /// `h + mlp(norm(h))`, `[.., hidden]`.
+    pub fn forward(&self, h: &Tensor, norm: &RmsNorm) -> Result<Tensor> {
+        let x = Project::of(h)
+            .norm(norm)
+            .gated(UnaryOp::SILU, &self.gate, &self.up)?;
+        Project::of(&x).plus(h).with(&self.down)
     }
 }

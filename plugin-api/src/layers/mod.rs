@@ -10,6 +10,7 @@ mod delta;
 mod linear;
 mod mlp;
 mod norm;
+mod project;
 mod rope;
 mod step;
 
@@ -20,5 +21,6 @@ pub use delta::{GatedDeltaConfig, GatedDeltaNet};
 pub use linear::Linear;
 pub use mlp::Mlp;
 pub use norm::RmsNorm;
+pub use project::Project;
 pub use rope::Rope;
 pub use step::Step;

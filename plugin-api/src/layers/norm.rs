@@ -25,7 +25,12 @@ impl RmsNorm {
         vec![&self.weight]
     }
 
-    /// `[.., width]` to the same shape.
+    /// The weight and the epsilon.
+    pub(super) fn parts(&self) -> (&Tensor, f32) {
+        (&self.weight, self.eps)
+    }
+
+    /// `[.., width]` to the same shape. Before a projection: [`crate::layers::Project::norm`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         x.rms_norm(Some(&self.weight), self.eps)
     }

@@ -1,5 +1,6 @@
 //! Rotary position embedding and its published scalings.
 
+use crate::abi::RawTensor;
 use crate::config::Config;
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -90,15 +91,10 @@ impl Rope {
         Ok(self)
     }
 
-    /// Rotates `[B, heads, T, D]`; row `b` starts at position `offsets[b]`.
-    pub fn forward(&self, x: &Tensor, offsets: &Tensor) -> Result<Tensor> {
-        x.rope(
-            self.dims,
-            self.base,
-            self.freqs.as_ref(),
-            self.scale,
-            offsets,
-        )
+    /// Dimensions that turn, base, divisors (or null) and factor, as the table takes them.
+    pub(super) fn raw(&self) -> (i32, f32, RawTensor, f32) {
+        let freqs = self.freqs.as_ref().map_or(RawTensor::NULL, Tensor::raw);
+        (self.dims, self.base, freqs, self.scale)
     }
 }
 

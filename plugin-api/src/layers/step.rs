@@ -1,7 +1,7 @@
 //! Where the rows of a group stand in one forward pass.
 
 use crate::error::{Error, Result};
-use crate::tensor::{Mask, Tensor};
+use crate::tensor::Tensor;
 
 /// One forward pass over `B` rows and `width` new columns, shared by all layers.
 ///
@@ -12,8 +12,6 @@ pub struct Step {
     lens: Vec<i32>,
     width: i32,
     speculative: bool,
-    positions: Tensor,
-    mask: Mask,
     valid: Option<Tensor>,
 }
 
@@ -27,25 +25,11 @@ impl Step {
                 "a pass of width {width} with offsets {offsets:?} and lens {lens:?}"
             )));
         }
-        let rows = offsets.len() as i32;
-        let positions = Tensor::from_slice(offsets, &[rows])?;
-        let aligned = offsets.iter().all(|&o| o == offsets[0]);
-        let mask = match (aligned, width) {
-            (true, 1) => Mask::None,
-            (true, _) => Mask::Causal,
-            (false, _) => {
-                let span = offsets.iter().max().unwrap_or(&0) + width;
-                let keys = Tensor::arange(0, span)?.reshape(&[1, 1, 1, span])?;
-                let queries = Tensor::arange(0, width)?.reshape(&[1, 1, width, 1])?;
-                let last = positions.reshape(&[rows, 1, 1, 1])?.add(&queries)?;
-                Mask::Tensor(keys.less_equal(&last)?)
-            }
-        };
         let valid = if lens.iter().all(|&n| n == width) {
             None
         } else {
             let columns = Tensor::arange(0, width)?.reshape(&[1, width])?;
-            let lens = Tensor::from_slice(lens, &[rows, 1])?;
+            let lens = Tensor::from_slice(lens, &[lens.len() as i32, 1])?;
             Some(columns.less(&lens)?)
         };
         Ok(Self {
@@ -53,8 +37,6 @@ impl Step {
             lens: lens.to_vec(),
             width,
             speculative,
-            positions,
-            mask,
             valid,
         })
     }
@@ -77,16 +59,6 @@ impl Step {
     /// Filled columns per row.
     pub fn lens(&self) -> &[i32] {
         &self.lens
-    }
-
-    /// The offsets as `[B]` i32.
-    pub fn positions(&self) -> &Tensor {
-        &self.positions
-    }
-
-    /// The mask of full causal attention over the caches' spans.
-    pub fn mask(&self) -> &Mask {
-        &self.mask
     }
 
     /// Whether recurrent caches keep what they need to go back.

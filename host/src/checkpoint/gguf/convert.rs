@@ -5,8 +5,8 @@
 //! other, so nothing has to be cached between asking for one and for the next.
 //!
 //! `w = scale * q + bias` with: Q4_0 `d * (q - 8)`: bias `-8 d`; Q4_1 `d * q + m`; Q8_0 `d * q` with signed
-//! `q`: stored as `q + 128`, bias `-128 d`. All of these are exact in f32, as `d` and `m` are f16 and the
-//! factors powers of two.
+//! `q`: stored as `q + 128`, bias `-128 d`. `d` and `m` are f16, and so are the scales and offsets of Q4_1;
+//! those of the others are f32, where multiples of a power of two are exact however large `d` is.
 
 use std::num::NonZero;
 use std::sync::Mutex;
@@ -122,9 +122,9 @@ pub(super) enum Part {
     Rows,
     /// The packed values: u32 `[out, in * bits / 32]`.
     Values,
-    /// f32 `[out, in / 32]`.
+    /// `[out, in / 32]`.
     Scales,
-    /// f32 `[out, in / 32]`.
+    /// As the scales.
     Biases,
 }
 
@@ -148,6 +148,7 @@ impl Converted {
         match self.part {
             Part::Rows => self.kind.float(),
             Part::Values => DType::U32,
+            Part::Scales | Part::Biases if self.kind == Kind::Q4_1 => DType::F16,
             Part::Scales | Part::Biases => DType::F32,
         }
     }
@@ -214,13 +215,13 @@ impl Converted {
                     *o = b ^ 0x80;
                 }
             }),
-            (Part::Scales, Kind::Q4_0) => blocks::<18, 4>(row, out, |b, o| *o = factor(b, 0, 1.0)),
-            (Part::Scales, Kind::Q4_1) => blocks::<20, 4>(row, out, |b, o| *o = factor(b, 0, 1.0)),
-            (Part::Scales, Kind::Q8_0) => blocks::<34, 4>(row, out, |b, o| *o = factor(b, 0, 1.0)),
-            (Part::Biases, Kind::Q4_0) => blocks::<18, 4>(row, out, |b, o| *o = factor(b, 0, -8.0)),
-            (Part::Biases, Kind::Q4_1) => blocks::<20, 4>(row, out, |b, o| *o = factor(b, 2, 1.0)),
+            (Part::Scales, Kind::Q4_0) => blocks::<18, 4>(row, out, |b, o| *o = factor(b, 1.0)),
+            (Part::Scales, Kind::Q4_1) => blocks::<20, 2>(row, out, |b, o| *o = [b[0], b[1]]),
+            (Part::Scales, Kind::Q8_0) => blocks::<34, 4>(row, out, |b, o| *o = factor(b, 1.0)),
+            (Part::Biases, Kind::Q4_0) => blocks::<18, 4>(row, out, |b, o| *o = factor(b, -8.0)),
+            (Part::Biases, Kind::Q4_1) => blocks::<20, 2>(row, out, |b, o| *o = [b[2], b[3]]),
             (Part::Biases, Kind::Q8_0) => {
-                blocks::<34, 4>(row, out, |b, o| *o = factor(b, 0, -128.0));
+                blocks::<34, 4>(row, out, |b, o| *o = factor(b, -128.0));
             }
         }
     }
@@ -239,9 +240,9 @@ fn blocks<const IN: usize, const OUT: usize>(
     }
 }
 
-/// The f16 at `at` of the block, times `factor`, as f32.
-fn factor<const IN: usize>(block: &[u8; IN], at: usize, factor: f32) -> [u8; 4] {
-    let value = f16::from_le_bytes([block[at], block[at + 1]]).to_f32_const();
+/// The f16 that a block begins with, times `factor`, as f32.
+fn factor<const IN: usize>(block: &[u8; IN], factor: f32) -> [u8; 4] {
+    let value = f16::from_le_bytes([block[0], block[1]]).to_f32_const();
     (value * factor).to_le_bytes()
 }
 
@@ -301,8 +302,11 @@ mod tests {
 
     /// The values of a triple, as MLX computes them.
     fn dequantize(values: &[u8], scale: &[u8], bias: &[u8], bits: usize) -> Vec<f32> {
-        let f32s = |b: &[u8]| f32::from_le_bytes(b[..4].try_into().unwrap());
-        let (scale, bias) = (f32s(scale), f32s(bias));
+        let wide = |b: &[u8]| match *b {
+            [a, b] => f16::from_le_bytes([a, b]).to_f32(),
+            _ => f32::from_le_bytes(b.try_into().unwrap()),
+        };
+        let (scale, bias) = (wide(scale), wide(bias));
         let words = values
             .as_chunks::<4>()
             .0

@@ -1,8 +1,9 @@
 //! GGUF files (versions 2 and 3, architecture `llama`), presented as a Hugging Face checkpoint.
 //!
 //! Tensor types F32, F16, Q4_0, Q4_1 and Q8_0 are read. A quantized matrix `X.weight` appears as the MLX
-//! affine triple of group size 32: `X.weight` (u32 `[out, in * bits / 32]`), `X.scales` and `X.biases` (f32
-//! `[out, in / 32]`), which holds the same values exactly, and the config's `quantization` says so.
+//! affine triple of group size 32: `X.weight` (u32 `[out, in * bits / 32]`), `X.scales` and `X.biases`
+//! (`[out, in / 32]`, f16 for Q4_1, else f32), which holds the same values exactly, and the config's
+//! `quantization` says so.
 //! Query and key rows are put back into the order of Hugging Face, so half-split rope applies to them.
 //! The factors of llama 3 rope scaling, if the file has them, are the tensor `rope_freqs.weight`
 //! (f32 `[head_dim / 2]`): each rotation frequency is to be divided by its factor.

@@ -75,7 +75,7 @@ fn a_llama_is_presented_in_hugging_face_terms() {
     );
     assert_eq!(
         shape("model.layers.0.self_attn.k_proj.biases"),
-        (DType::F32, vec![16, 1])
+        (DType::F16, vec![16, 1])
     );
     assert_eq!(
         shape("model.layers.0.self_attn.v_proj.weight"),
@@ -97,8 +97,10 @@ fn only_query_and_key_rows_move() {
     let scales = |name: &str| -> Vec<f32> {
         let name = format!("model.layers.0.self_attn.{name}.scales");
         let tensor = checkpoint.tensor(&name).unwrap().unwrap();
-        let words = tensor.bytes.as_chunks::<4>().0.iter();
-        words.map(|b| f32::from_le_bytes(*b)).collect()
+        let words = tensor.bytes.as_chunks::<2>().0.iter();
+        words
+            .map(|b| half::f16::from_le_bytes(*b).to_f32())
+            .collect()
     };
     let data = &file
         .tensors

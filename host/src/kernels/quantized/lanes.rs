@@ -1,7 +1,8 @@
 //! The loops over arrays of lanes, written so that compilers make vectors of them. `fma` is
 //! `a * b + c`, fused where the processor has it.
 
-use super::{BLOCK, LANES, Packed, Sums, Weights, total};
+use super::float::{BLOCK, Packed, Sums, Weights};
+use crate::kernels::lanes::{LANES, total};
 
 #[inline(always)]
 fn block(

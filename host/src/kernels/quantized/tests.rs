@@ -2,7 +2,13 @@
 
 use proptest::prelude::*;
 
+use half::{bf16, f16};
+
+use super::activations::Activations;
+use super::float::{BLOCK, DENSE_ROWS, Kernels, Packed};
 use super::*;
+use crate::kernels::matrix::Matrix;
+use crate::kernels::project::Project;
 
 /// A matrix of random words, and its weights in double precision.
 struct Case {
@@ -43,26 +49,52 @@ fn case(rows: usize, outputs: usize, inputs: usize, group: usize, bits: usize) -
     }
 }
 
-fn product(
-    case: &Case,
-    x: &[f32],
-    outputs: usize,
-    inputs: usize,
-    group: usize,
-    bits: usize,
-) -> Vec<f32> {
-    let matrix = QuantizedMatrix {
-        words: &case.words,
-        scales: Scales::F32(&case.scales),
-        biases: Scales::F32(&case.biases),
-        outputs,
-        inputs,
-        group,
-        bits,
+impl Case {
+    fn matrix(
+        &self,
+        outputs: usize,
+        inputs: usize,
+        group: usize,
+        bits: usize,
+    ) -> QuantizedMatrix<'_> {
+        QuantizedMatrix {
+            words: &self.words,
+            scales: Scales::F32(&self.scales),
+            biases: Scales::F32(&self.biases),
+            outputs,
+            inputs,
+            group,
+            bits,
+        }
+    }
+}
+
+fn product(matrix: QuantizedMatrix<'_>, x: &[f32], exact: bool) -> Vec<f32> {
+    let mut y = vec![f32::NAN; x.len() / matrix.inputs * matrix.outputs];
+    let project = Project {
+        x,
+        inputs: matrix.inputs,
+        norm: None,
+        matrices: &[Matrix::Quantized(matrix)],
+        offsets: &[None],
+        gate: None,
+        residual: None,
+        exact,
     };
-    let mut y = vec![f32::NAN; x.len() / inputs * outputs];
-    matrix.multiply(x, &mut y);
+    project.run(&mut [&mut y]);
     y
+}
+
+/// Activations as 16 bits hold them, in blocks as weights of `bits` bits want them.
+fn rounded(x: &[f32], bits: usize) -> Vec<f64> {
+    let blocks = x.chunks(256 / bits).map(|block| {
+        let most = block.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        let round = move |x: &f32| (x * (32767.0 / most)).round_ties_even() * (most / 32767.0);
+        block
+            .iter()
+            .map(move |x| if most > 0.0 { f64::from(round(x)) } else { 0.0 })
+    });
+    blocks.flatten().collect()
 }
 
 proptest! {
@@ -73,21 +105,62 @@ proptest! {
         groups in 1usize..6,
         group in prop::sample::select(vec![32usize, 64, 128]),
         bits in prop::sample::select(vec![4usize, 8]),
+        exact in any::<bool>(),
     ) {
         let inputs = groups * group;
         let case = case(rows, outputs, inputs, group, bits);
-        let y = product(&case, &case.x, outputs, inputs, group, bits);
+        let matrix = case.matrix(outputs, inputs, group, bits);
+        let y = product(matrix, &case.x, exact);
         for row in 0..rows {
             let x = &case.x[row * inputs..(row + 1) * inputs];
+            let taken: Vec<f64> = if exact {
+                x.iter().map(|&x| f64::from(x)).collect()
+            } else {
+                rounded(x, bits)
+            };
             for output in 0..outputs {
                 let w = &case.weights[output * inputs..(output + 1) * inputs];
-                let terms = x.iter().zip(w).map(|(&x, &w)| f64::from(x) * w);
+                let terms = taken.iter().zip(w).map(|(x, w)| x * w);
                 let size: f64 = terms.clone().map(f64::abs).sum();
                 let error = (f64::from(y[row * outputs + output]) - terms.sum::<f64>()).abs();
-                prop_assert!(error <= 2e-6 * size + 1e-30, "{error:e} of {size:e}");
+                // Offsets and products cancel: the sum of their sizes is what rounding acts on.
+                prop_assert!(error <= 8e-6 * size + 1e-5, "{error:e} of {size:e}");
             }
-            let alone = product(&case, x, outputs, inputs, group, bits);
+            let alone = product(matrix, x, exact);
             prop_assert_eq!(&y[row * outputs..(row + 1) * outputs], &alone[..]);
+        }
+    }
+
+    #[test]
+    fn integer_loops_agree(
+        rows in 1usize..=4,
+        outputs in 1usize..=TILE,
+        groups in 1usize..6,
+        group in prop::sample::select(vec![32usize, 64, 128]),
+        bits in prop::sample::select(vec![4usize, 8]),
+        kind in 0..3,
+    ) {
+        let inputs = groups * group;
+        let case = case(rows, outputs, inputs, group, bits);
+        let bf16s = |all: &[f32]| all.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
+        let f16s = |all: &[f32]| all.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>();
+        let narrow = (bf16s(&case.scales), bf16s(&case.biases), f16s(&case.scales), f16s(&case.biases));
+        let mut matrix = case.matrix(outputs, inputs, group, bits);
+        match kind {
+            0 => {}
+            1 => (matrix.scales, matrix.biases) = (Scales::Bf16(&narrow.0), Scales::Bf16(&narrow.1)),
+            _ => (matrix.scales, matrix.biases) = (Scales::F16(&narrow.2), Scales::F16(&narrow.3)),
+        }
+        let x = Activations::quantize(&case.x, inputs, bits);
+        let mut best = vec![0.0; rows * TILE];
+        integer::multiply(&matrix, 0, outputs, &x, &mut best);
+        let mut plain = vec![0.0; rows * TILE];
+        for (row, plain) in plain.chunks_mut(TILE).enumerate() {
+            integer::lanes((&matrix, 0, outputs), [x.row(row)], plain);
+        }
+        for (a, b) in best.iter().zip(&plain) {
+            // Fused and unfused additions.
+            prop_assert!((a - b).abs() < 1e-4, "{} {}", a, b);
         }
     }
 
@@ -147,20 +220,13 @@ fn narrow_scales_are_widened() {
     let narrow = |all: &[f32]| all.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
     let wide = |all: &[bf16]| all.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
     let (scales, biases) = (narrow(&case.scales), narrow(&case.biases));
-    let mut matrix = QuantizedMatrix {
-        words: &case.words,
-        scales: Scales::Bf16(&scales),
-        biases: Scales::Bf16(&biases),
-        outputs: 4,
-        inputs: 64,
-        group: 32,
-        bits: 4,
-    };
-    let (mut a, mut b) = ([0.0; 4], [0.0; 4]);
-    matrix.multiply(&case.x, &mut a);
+    let mut matrix = case.matrix(4, 64, 32, 4);
+    (matrix.scales, matrix.biases) = (Scales::Bf16(&scales), Scales::Bf16(&biases));
+    let narrow = [true, false].map(|exact| product(matrix, &case.x, exact));
     let (scales, biases) = (wide(&scales), wide(&biases));
-    matrix.scales = Scales::F32(&scales);
-    matrix.biases = Scales::F32(&biases);
-    matrix.multiply(&case.x, &mut b);
-    assert_eq!(a, b);
+    (matrix.scales, matrix.biases) = (Scales::F32(&scales), Scales::F32(&biases));
+    assert_eq!(
+        narrow,
+        [true, false].map(|exact| product(matrix, &case.x, exact))
+    );
 }

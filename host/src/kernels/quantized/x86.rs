@@ -2,7 +2,8 @@
 
 use std::arch::x86_64::*;
 
-use super::{BLOCK, Kernels, Packed, Sums, Weights, lanes};
+use super::float::{BLOCK, Kernels, Packed, Sums, Weights};
+use super::lanes;
 
 pub const AVX2: Kernels = Kernels {
     packed: packed_avx2,

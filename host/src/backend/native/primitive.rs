@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use mlx_rs::{Array, Dtype};
 use plugin_api::guard;
 
-use super::handle::OpResult;
+use crate::backend::handle::OpResult;
 
 /// A kernel with everything it knows when the graph is built. It runs later, on the stream's thread.
 pub(super) trait Kernel: Send + Sync + 'static {
@@ -58,6 +58,8 @@ impl Buffers<'_> {
 pub(super) struct Output<'a> {
     pub shape: &'a [i32],
     pub dtype: Dtype,
+    /// The input whose content it starts with, in the same buffer if nobody else holds that.
+    pub from: Option<usize>,
 }
 
 #[repr(C)]
@@ -139,7 +141,7 @@ pub(super) fn node<K: Kernel>(
             shape: output.shape.as_ptr(),
             rank: output.shape.len(),
             dtype: output.dtype as c_int,
-            in_place: -1,
+            in_place: output.from.map_or(-1, |index| index as c_int),
         })
         .collect();
     let params = Box::new(Params {

@@ -1,0 +1,108 @@
+//! The op table's blocks by the host's own kernels, where they take the arguments: on the CPU.
+//!
+//! Each function gives `None` when MLX's own kernels must do: another device, another dtype or shape.
+
+mod attend;
+mod blocks;
+mod delta;
+mod primitive;
+mod project;
+
+use std::cell::Cell;
+use std::sync::LazyLock;
+
+use mlx_rs::{Array, Dtype};
+
+use super::handle::OpResult;
+pub(super) use attend::attend;
+pub(super) use blocks::{MaskKind, attention, rms_norm, rope};
+pub(super) use delta::gated_delta;
+use primitive::{Buffers, Kernel, Output, node};
+pub(super) use project::project;
+
+/// Whether kernels run on the CPU at all, and are not switched off by `MLXHOST_KERNELS=mlx`.
+static ENABLED: LazyLock<bool> = LazyLock::new(|| {
+    let stock = std::env::var_os("MLXHOST_KERNELS").is_some_and(|value| value == "mlx");
+    let device = mlx_rs::Device::try_default().and_then(|device| device.get_type());
+    !stock && matches!(device, Ok(mlx_rs::DeviceType::Cpu))
+});
+
+thread_local! {
+    static STOCK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `body` with MLX's own kernels on this thread: the reference that tests compare with.
+pub fn with_mlx_kernels<T>(body: impl FnOnce() -> T) -> T {
+    struct Reset(bool);
+    impl Drop for Reset {
+        fn drop(&mut self) {
+            STOCK.set(self.0);
+        }
+    }
+    let _reset = Reset(STOCK.replace(true));
+    body()
+}
+
+fn enabled() -> bool {
+    *ENABLED && !STOCK.get()
+}
+
+/// What the elements of an activation are.
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    F32,
+    Bf16,
+    F16,
+}
+
+fn kind(array: &Array) -> Option<Kind> {
+    match array.dtype() {
+        Dtype::Float32 => Some(Kind::F32),
+        Dtype::Bfloat16 => Some(Kind::Bf16),
+        Dtype::Float16 => Some(Kind::F16),
+        _ => None,
+    }
+}
+
+/// Runs a generic kernel body for the element type.
+macro_rules! by_kind {
+    ($kind:expr, $t:ident => $body:expr) => {
+        match $kind {
+            Kind::F32 => {
+                type $t = f32;
+                $body
+            }
+            Kind::Bf16 => {
+                type $t = half::bf16;
+                $body
+            }
+            Kind::F16 => {
+                type $t = half::f16;
+                $body
+            }
+        }
+    };
+}
+
+fn one(mut outputs: Vec<Array>) -> OpResult<Array> {
+    outputs
+        .pop()
+        .ok_or_else(|| "a kernel without output".to_owned())
+}
+
+fn elements(array: &Array) -> usize {
+    array.size()
+}
+use by_kind;
+
+/// The divisors of a rotary embedding with a plain base.
+fn divisors(base: f32, dims: usize) -> Vec<f32> {
+    let power = |pair: usize| base.powf((2 * pair) as f32 / dims as f32);
+    (0..dims / 2).map(power).collect()
+}
+
+/// The lengths of an array's axes, if it has `N`.
+fn lengths<const N: usize>(array: &Array) -> Option<[usize; N]> {
+    let shape: [i32; N] = array.shape().try_into().ok()?;
+    Some(shape.map(|n| n as usize))
+}

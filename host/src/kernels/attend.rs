@@ -1,0 +1,439 @@
+//! The whole of an attention layer between its projections: norms and rotation of queries and keys,
+//! the write into the cache, the mix, the output gate.
+
+use std::cell::RefCell;
+
+use super::lanes::Float;
+use super::mix::{KeyHead, Scratch};
+use super::pool::{self, Shared};
+use super::rows::{Rotation, sigmoid};
+
+/// Columns whose queries are mixed together.
+const COLUMNS: usize = 16;
+
+/// One call.
+pub struct Attend<'a, T> {
+    /// Rows.
+    pub batch: usize,
+    /// Columns of a row.
+    pub width: usize,
+    /// Query heads, a multiple of `kv_heads`.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Dimensions of a head.
+    pub dim: usize,
+    /// Columns that the caches have room for.
+    pub capacity: usize,
+    /// `[B, T, heads * D]`; gated `[B, T, heads * 2 D]`, per head the query and then its gate.
+    pub q: &'a [T],
+    /// Whether sigmoids of gates multiply the outcome.
+    pub gated: bool,
+    /// `[B, T, kv_heads * D]`.
+    pub k: &'a [T],
+    /// `[B, T, kv_heads * D]`.
+    pub v: &'a [T],
+    /// Weights `[D]` of the RMSNorms of queries and keys, and their epsilon.
+    pub norms: Option<(&'a [T], &'a [T], f32)>,
+    /// How queries and keys are rotated.
+    pub rotation: Rotation<'a>,
+    /// The position of each row's first column; what lies before it is cached.
+    pub offsets: &'a [i32],
+    /// How many keys a query sees, its own included; 0: all before it.
+    pub window: usize,
+    /// The factor on the products.
+    pub scale: f32,
+}
+
+thread_local! {
+    /// The angles of the last call: all layers of a pass share them.
+    static ANGLES: RefCell<Angles> = RefCell::default();
+}
+
+#[derive(Default)]
+struct Angles {
+    key: (Vec<f32>, f32, Vec<i32>, usize),
+    /// Sine and cosine, `[B, T, pairs]`.
+    turns: Vec<(f32, f32)>,
+}
+
+impl Angles {
+    fn of(&mut self, rotation: Rotation<'_>, offsets: &[i32], width: usize) -> &[(f32, f32)] {
+        let (divisors, scale, at, columns) = &self.key;
+        if *divisors != rotation.divisors
+            || *scale != rotation.scale
+            || *at != offsets
+            || *columns != width
+        {
+            let key = (
+                rotation.divisors.to_vec(),
+                rotation.scale,
+                offsets.to_vec(),
+                width,
+            );
+            self.key = key;
+            self.turns.clear();
+            for &offset in offsets {
+                for t in 0..width {
+                    let position = rotation.scale * (offset + t as i32) as f32;
+                    let turns = rotation.divisors.iter().map(|d| (position / d).sin_cos());
+                    self.turns.extend(turns);
+                }
+            }
+        }
+        &self.turns
+    }
+}
+
+impl<T: Float> Attend<'_, T> {
+    /// Writes keys and values into the caches `[B, kv_heads, capacity, D]`, and the mixed values to
+    /// `out` `[B, T, heads * D]`.
+    ///
+    /// # Panics
+    /// The lengths do not fit.
+    pub fn run(&self, keys: &mut [T], values: &mut [T], out: &mut [T]) {
+        let Self {
+            batch,
+            width,
+            heads,
+            kv_heads,
+            dim,
+            capacity,
+            ..
+        } = *self;
+        let columns = batch * width;
+        assert!(self.q.len() == columns * heads * dim * if self.gated { 2 } else { 1 });
+        assert!(self.k.len() == columns * kv_heads * dim && self.v.len() == self.k.len());
+        assert!(keys.len() == batch * kv_heads * capacity * dim && values.len() == keys.len());
+        assert!(out.len() == columns * heads * dim && self.offsets.len() == batch);
+        let fits = |&offset: &i32| offset >= 0 && offset as usize + width <= capacity;
+        assert!(self.offsets.iter().all(fits), "the cache is too small");
+        assert!(heads.is_multiple_of(kv_heads) && 2 * self.rotation.divisors.len() <= dim);
+
+        ANGLES.with_borrow_mut(|angles| {
+            let turns = angles.of(self.rotation, self.offsets, width);
+            let caches = (Shared::new(keys), Shared::new(values));
+            let out = Shared::new(out);
+            let head_pieces = batch * kv_heads;
+            let longest = self.offsets.iter().max().map_or(0, |&o| o as usize) + width;
+            let small = columns * heads * longest * dim < 1 << 15;
+            let run = |pieces: usize, body: &(dyn Fn(usize) + Sync)| {
+                if small {
+                    (0..pieces).for_each(body);
+                } else {
+                    pool::run(pieces, body);
+                }
+            };
+            let chunks = width.div_ceil(COLUMNS);
+            if chunks <= 1 {
+                // One piece per key head writes its part of the cache, then reads it.
+                run(head_pieces, &|piece| {
+                    // SAFETY: every head of the caches belongs to one piece.
+                    unsafe {
+                        self.write(piece, turns, caches);
+                        self.mix(piece, 0..width, turns, caches, out);
+                    }
+                });
+                return;
+            }
+            // SAFETY: every head of the caches belongs to one piece.
+            run(head_pieces, &|piece| unsafe {
+                self.write(piece, turns, caches)
+            });
+            run(head_pieces * chunks, &|piece| {
+                // The last columns take longest, so they go first.
+                let chunk = chunks - 1 - piece / head_pieces;
+                let range = chunk * COLUMNS..((chunk + 1) * COLUMNS).min(width);
+                // SAFETY: the caches are only read now; columns of a head belong to one piece.
+                unsafe { self.mix(piece % head_pieces, range, turns, caches, out) };
+            });
+        });
+    }
+
+    /// A query or key as it is used, from its projection.
+    fn prepare(&self, x: &[T], norm: Option<(&[T], f32)>, turns: &[(f32, f32)], to: &mut [f32]) {
+        for (to, x) in to.iter_mut().zip(x) {
+            *to = x.wide();
+        }
+        // Rounded where the steps one by one would be.
+        if let Some((weight, eps)) = norm {
+            let scale = 1.0 / (super::lanes::dot(to, to) / self.dim as f32 + eps).sqrt();
+            for (x, weight) in to.iter_mut().zip(weight) {
+                *x = T::narrow(*x * scale * weight.wide()).wide();
+            }
+        }
+        let pairs = turns.len();
+        for (pair, &(sin, cos)) in turns.iter().enumerate() {
+            let (a, b) = (to[pair], to[pair + pairs]);
+            to[pair] = T::narrow(a * cos - b * sin).wide();
+            to[pair + pairs] = T::narrow(a * sin + b * cos).wide();
+        }
+    }
+
+    fn turns<'t>(&self, turns: &'t [(f32, f32)], row: usize, t: usize) -> &'t [(f32, f32)] {
+        let pairs = self.rotation.divisors.len();
+        &turns[(row * self.width + t) * pairs..][..pairs]
+    }
+
+    /// Puts the new keys and values of a head into the caches.
+    ///
+    /// # Safety
+    /// Nobody else has a part of this head.
+    unsafe fn write(&self, piece: usize, turns: &[(f32, f32)], caches: (Shared<T>, Shared<T>)) {
+        let (row, head) = (piece / self.kv_heads, piece % self.kv_heads);
+        let offset = self.offsets[row] as usize;
+        let mut wide = vec![0.0; self.dim];
+        for t in 0..self.width {
+            let from = ((row * self.width + t) * self.kv_heads + head) * self.dim;
+            let at = (piece * self.capacity + offset + t) * self.dim;
+            // SAFETY: the caller's promise.
+            let (key, value) =
+                unsafe { (caches.0.slice(at, self.dim), caches.1.slice(at, self.dim)) };
+            let norm = self.norms.map(|(_, weight, eps)| (weight, eps));
+            let x = &self.k[from..from + self.dim];
+            self.prepare(x, norm, self.turns(turns, row, t), &mut wide);
+            for (key, x) in key.iter_mut().zip(&wide) {
+                *key = T::narrow(*x);
+            }
+            value.copy_from_slice(&self.v[from..from + self.dim]);
+        }
+    }
+
+    /// Mixes values for the queries of some columns on one key head.
+    ///
+    /// # Safety
+    /// Nobody writes to this head, and nobody else has these columns of it.
+    unsafe fn mix(
+        &self,
+        piece: usize,
+        columns: std::ops::Range<usize>,
+        turns: &[(f32, f32)],
+        caches: (Shared<T>, Shared<T>),
+        out: Shared<T>,
+    ) {
+        let (row, kv_head) = (piece / self.kv_heads, piece % self.kv_heads);
+        let (dim, shared_heads, width) = (self.dim, self.heads / self.kv_heads, columns.len());
+        let offset = self.offsets[row] as usize;
+        let stride = if self.gated { 2 * dim } else { dim };
+        let query = |local: usize| {
+            let (head, t) = (
+                kv_head * shared_heads + local / width,
+                columns.start + local % width,
+            );
+            ((row * self.width + t) * self.heads + head, t)
+        };
+        let mut scratch = Scratch::new(shared_heads * width, dim);
+        let norm = self.norms.map(|(weight, _, eps)| (weight, eps));
+        for (local, to) in scratch.queries.chunks_exact_mut(dim).enumerate() {
+            let (at, t) = query(local);
+            let x = &self.q[at * stride..][..dim];
+            self.prepare(x, norm, self.turns(turns, row, t), to);
+            for x in to {
+                *x *= self.scale;
+            }
+        }
+        // SAFETY: the caller's promise.
+        let (keys, values) = unsafe {
+            let (at, len) = (piece * self.capacity * dim, self.capacity * dim);
+            (caches.0.read(at, len), caches.1.read(at, len))
+        };
+        let head = KeyHead {
+            keys,
+            values,
+            strides: [dim, dim],
+        };
+        let window = if self.window == 0 {
+            usize::MAX
+        } else {
+            self.window
+        };
+        let first = (offset + columns.start + 1).saturating_sub(window);
+        scratch.mix(head, first..offset + columns.end, |local, s| {
+            let own = offset + columns.start + local % width;
+            s <= own && own - s < window
+        });
+        for (local, sums) in scratch.sums.chunks_exact(dim).enumerate() {
+            let (at, _) = query(local);
+            // SAFETY: the caller's promise.
+            let out = unsafe { out.slice(at * dim, dim) };
+            for (out, x) in out.iter_mut().zip(sums) {
+                *out = T::narrow(*x);
+            }
+            if self.gated {
+                let gate = &self.q[at * stride + dim..][..dim];
+                for (out, gate) in out.iter_mut().zip(gate) {
+                    *out = T::narrow(out.wide() * T::narrow(sigmoid(gate.wide())).wide());
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn values(n: usize, seed: usize) -> Vec<f32> {
+        (0..n)
+            .map(|i| (((i + seed) * 7919 % 1013) as f32 - 506.0) / 300.0)
+            .collect()
+    }
+
+    /// Shape of a test: `[heads, kv_heads, dim, capacity]`.
+    type Sizes = [usize; 4];
+
+    struct Inputs {
+        q: Vec<f32>,
+        k: Vec<f32>,
+        v: Vec<f32>,
+        norm: Vec<f32>,
+    }
+
+    const DIVISORS: [f32; 3] = [1.0, 7.0, 60.0];
+
+    fn inputs([heads, kv_heads, dim, _]: Sizes, columns: usize, gated: bool) -> Inputs {
+        Inputs {
+            q: values(columns * heads * dim * if gated { 2 } else { 1 }, 1),
+            k: values(columns * kv_heads * dim, 2),
+            v: values(columns * kv_heads * dim, 3),
+            norm: values(dim, 4),
+        }
+    }
+
+    fn attend<'a>(
+        [heads, kv_heads, dim, capacity]: Sizes,
+        inputs: &'a Inputs,
+        offsets: &'a [i32],
+        (window, gated, normed): (usize, bool, bool),
+    ) -> Attend<'a, f32> {
+        let batch = offsets.len();
+        Attend {
+            batch,
+            width: inputs.k.len() / batch / kv_heads / dim,
+            heads,
+            kv_heads,
+            dim,
+            capacity,
+            q: &inputs.q,
+            gated,
+            k: &inputs.k,
+            v: &inputs.v,
+            norms: normed.then_some((&inputs.norm, &inputs.norm, 1e-5)),
+            rotation: Rotation {
+                divisors: &DIVISORS,
+                scale: 0.5,
+            },
+            offsets,
+            window,
+            scale: 0.3,
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn columns_together_give_what_each_gives_alone(
+            (kv_heads, repeat, half) in (1usize..3, 1usize..4, 3usize..20),
+            width in 1usize..40,
+            starts in prop::collection::vec(0i32..20, 1..4),
+            window in prop::sample::select(vec![0usize, 1, 5, 30]),
+            gated in any::<bool>(),
+            normed in any::<bool>(),
+        ) {
+            let (heads, dim) = (kv_heads * repeat, 2 * half);
+            let sizes = [heads, kv_heads, dim, 64];
+            let batch = starts.len();
+            let options = (window, gated, normed);
+            let all = inputs(sizes, batch * width, gated);
+            let before = values(batch * kv_heads * 64 * dim, 9);
+            let (mut keys, mut vals) = (before.clone(), before.clone());
+            let mut out = vec![0.0; batch * width * heads * dim];
+            attend(sizes, &all, &starts, options).run(&mut keys, &mut vals, &mut out);
+            for (row, &start) in starts.iter().enumerate() {
+                let cache = kv_heads * 64 * dim;
+                let (mut own_keys, mut own_vals) =
+                    (before[row * cache..][..cache].to_vec(), before[row * cache..][..cache].to_vec());
+                for t in 0..width {
+                    let part = |x: &[f32]| {
+                        let n = x.len() / batch / width;
+                        x[(row * width + t) * n..][..n].to_vec()
+                    };
+                    let one = Inputs {
+                        q: part(&all.q),
+                        k: part(&all.k),
+                        v: part(&all.v),
+                        norm: all.norm.clone(),
+                    };
+                    let mut alone = vec![0.0; heads * dim];
+                    attend(sizes, &one, &[start + t as i32], options)
+                        .run(&mut own_keys, &mut own_vals, &mut alone);
+                    prop_assert_eq!(&part(&out), &alone);
+                }
+                prop_assert_eq!(&keys[row * cache..][..cache], &own_keys[..]);
+                prop_assert_eq!(&vals[row * cache..][..cache], &own_vals[..]);
+            }
+        }
+
+        #[test]
+        fn is_the_double_precision_attention(
+            (kv_heads, repeat, half) in (1usize..3, 1usize..4, 3usize..20),
+            start in 0i32..20,
+            window in prop::sample::select(vec![0usize, 1, 5, 30]),
+            gated in any::<bool>(),
+            normed in any::<bool>(),
+        ) {
+            let (heads, dim, at) = (kv_heads * repeat, 2 * half, start as usize);
+            let sizes = [heads, kv_heads, dim, 24];
+            let one = inputs(sizes, 1, gated);
+            let mut keys = values(kv_heads * 24 * dim, 7);
+            let mut vals = values(kv_heads * 24 * dim, 8);
+            let mut out = vec![0.0; heads * dim];
+            attend(sizes, &one, &[start], (window, gated, normed)).run(&mut keys, &mut vals, &mut out);
+
+            let turned = |x: &[f32]| -> Vec<f64> {
+                let mut x: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+                if normed {
+                    let mean = x.iter().map(|x| x * x).sum::<f64>() / dim as f64;
+                    for (x, w) in x.iter_mut().zip(&one.norm) {
+                        *x *= f64::from(*w) / (mean + 1e-5).sqrt();
+                    }
+                }
+                for (pair, divisor) in DIVISORS.iter().enumerate() {
+                    let (sin, cos) = (0.5 * f64::from(start) / f64::from(*divisor)).sin_cos();
+                    let (a, b) = (x[pair], x[pair + 3]);
+                    (x[pair], x[pair + 3]) = (a * cos - b * sin, a * sin + b * cos);
+                }
+                x
+            };
+            let first = if window == 0 { 0 } else { (at + 1).saturating_sub(window) };
+            for head in 0..heads {
+                let kv = head / repeat;
+                let width = if gated { 2 * dim } else { dim };
+                let q = turned(&one.q[head * width..][..dim]);
+                let cached = |x: &[f32], s: usize| -> Vec<f64> {
+                    x[(kv * 24 + s) * dim..][..dim].iter().map(|&x| f64::from(x)).collect()
+                };
+                let key = turned(&one.k[kv * dim..][..dim]);
+                for (a, b) in cached(&keys, at).iter().zip(&key) {
+                    prop_assert!((a - b).abs() < 1e-5);
+                }
+                let score = |s: usize| -> f64 {
+                    let dot: f64 = cached(&keys, s).iter().zip(&q).map(|(a, b)| a * b).sum();
+                    (0.3 * dot).exp()
+                };
+                let total: f64 = (first..=at).map(score).sum();
+                for d in 0..dim {
+                    let mut exact: f64 =
+                        (first..=at).map(|s| score(s) / total * cached(&vals, s)[d]).sum();
+                    if gated {
+                        let gate = f64::from(one.q[head * width + dim + d]);
+                        exact /= 1.0 + (-gate).exp();
+                    }
+                    let got = f64::from(out[head * dim + d]);
+                    prop_assert!((got - exact).abs() < 1e-5, "{} {}", got, exact);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Projections: several matrices on the same rows, with what comes before and after in the same call.
+
+use super::lanes::Float;
+use super::matrix::{Input, Matrix, Scratch};
+use super::pool::{self, Shared};
+use super::quantized::TILE;
+use super::rows::{self, Gate};
+
+/// A norm, one or more matrices, and what becomes of their products.
+pub struct Project<'a, T> {
+    /// `[rows, inputs]`.
+    pub x: &'a [T],
+    /// Width of a row.
+    pub inputs: usize,
+    /// Weight and epsilon of the RMSNorm that `x` goes through first.
+    pub norm: Option<(&'a [T], f32)>,
+    /// What the rows are multiplied with.
+    pub matrices: &'a [Matrix<'a>],
+    /// Added to the products, one list per matrix.
+    pub offsets: &'a [Option<&'a [T]>],
+    /// Of two matrices: the only output is `gate(first) * second`.
+    pub gate: Option<Gate>,
+    /// `[rows, outputs]`, added to the only output.
+    pub residual: Option<&'a [T]>,
+    /// Whether activations stay as they are.
+    pub exact: bool,
+}
+
+impl<T: Float> Project<'_, T> {
+    /// Writes one `[rows, outputs]` per matrix, or the gated one.
+    ///
+    /// # Panics
+    /// The lengths do not fit.
+    pub fn run(&self, outputs: &mut [&mut [T]]) {
+        let rows = self.x.len() / self.inputs;
+        assert_eq!(self.matrices.len(), self.offsets.len());
+        let mut normed = Vec::new();
+        let x = match self.norm {
+            Some((weight, eps)) => {
+                normed.resize(self.x.len(), T::default());
+                rows::rms_norm(self.x, Some(weight), eps, self.inputs, &mut normed);
+                &normed
+            }
+            None => self.x,
+        };
+        let wide;
+        let x = match T::as_f32(x) {
+            Some(x) => x,
+            None => {
+                wide = x.iter().map(|x| x.wide()).collect::<Vec<f32>>();
+                &wide
+            }
+        };
+        let input = Input::new(x, self.inputs, self.matrices, self.exact);
+        let shared: Vec<_> = outputs.iter_mut().map(|out| Shared::new(out)).collect();
+        // All tiles of all outputs, in one list.
+        let mut tiles = Vec::new();
+        let made = if self.gate.is_some() {
+            1
+        } else {
+            self.matrices.len()
+        };
+        assert_eq!(made, shared.len());
+        for (index, matrix) in self.matrices[..made].iter().enumerate() {
+            tiles.extend(
+                (0..matrix.outputs())
+                    .step_by(TILE)
+                    .map(|first| (index, first)),
+            );
+        }
+        let work: usize = self.matrices.iter().map(Matrix::outputs).sum::<usize>() * x.len();
+        let pieces = if work < 1 << 16 {
+            1
+        } else {
+            pool::threads() * 8
+        };
+        let share = tiles.len().div_ceil(pieces).max(1);
+        pool::run(tiles.len().div_ceil(share), |piece| {
+            let mut scratch = (Scratch::default(), vec![0.0; rows * TILE], Vec::new());
+            for &(index, first) in tiles.iter().skip(piece * share).take(share) {
+                self.tile(index, first, &input, &shared[index], &mut scratch);
+            }
+        });
+    }
+
+    /// A few outputs of all rows.
+    fn tile(
+        &self,
+        index: usize,
+        first: usize,
+        x: &Input<'_>,
+        out: &Shared<T>,
+        (scratch, sums, gate): &mut (Scratch, Vec<f32>, Vec<f32>),
+    ) {
+        let total = self.matrices[index].outputs();
+        let count = TILE.min(total - first);
+        self.product(index, first, x, sums, scratch);
+        if let Some(op) = self.gate {
+            gate.resize(sums.len(), 0.0);
+            gate.copy_from_slice(sums);
+            self.product(1, first, x, sums, scratch);
+            // Rounded where the steps one by one would be.
+            for x in gate.iter_mut().chain(sums.iter_mut()) {
+                *x = T::narrow(*x).wide();
+            }
+            rows::gate_in_place(op, gate, sums);
+        }
+        for (row, sums) in sums.chunks_exact(TILE).enumerate() {
+            let at = row * total + first;
+            // SAFETY: every tile of a row belongs to one piece.
+            let out = unsafe { out.slice(at, count) };
+            match self.residual {
+                Some(residual) => {
+                    for ((out, sum), before) in out.iter_mut().zip(sums).zip(&residual[at..]) {
+                        *out = T::narrow(before.wide() + T::narrow(*sum).wide());
+                    }
+                }
+                None => {
+                    for (out, sum) in out.iter_mut().zip(sums) {
+                        *out = T::narrow(*sum);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The product with one matrix, and its offset.
+    fn product(
+        &self,
+        index: usize,
+        first: usize,
+        x: &Input<'_>,
+        sums: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        self.matrices[index].multiply(first, x, sums, scratch);
+        if let Some(offset) = self.offsets[index] {
+            for sums in sums.chunks_exact_mut(TILE) {
+                for (sum, offset) in sums.iter_mut().zip(&offset[first..]) {
+                    *sum = T::narrow(*sum).wide() + offset.wide();
+                }
+            }
+        }
+    }
+}

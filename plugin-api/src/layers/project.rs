@@ -1,0 +1,85 @@
+//! Projections of one input, with the steps around them in the same call.
+
+use crate::abi::{self, RawMatrix, RawTensor, UnaryOp};
+use crate::error::{Error, Result};
+use crate::host::{api, op_error};
+use crate::layers::{Linear, RmsNorm};
+use crate::tensor::Tensor;
+
+/// What happens to an input on its way through one or more [`Linear`]s. One call of the host
+/// instead of several: on a CPU that saves most of what small models spend between products.
+#[derive(Clone, Copy)]
+#[must_use]
+pub struct Project<'a> {
+    x: &'a Tensor,
+    norm: Option<&'a RmsNorm>,
+    residual: Option<&'a Tensor>,
+}
+
+impl<'a> Project<'a> {
+    /// The input, `[.., in]`.
+    pub fn of(x: &'a Tensor) -> Self {
+        Self {
+            x,
+            norm: None,
+            residual: None,
+        }
+    }
+
+    /// The input goes through a norm first.
+    pub fn norm(mut self, norm: &'a RmsNorm) -> Self {
+        self.norm = Some(norm);
+        self
+    }
+
+    /// `[.., out]` is added to the outcome.
+    pub fn plus(mut self, residual: &'a Tensor) -> Self {
+        self.residual = Some(residual);
+        self
+    }
+
+    /// Through one projection, to `[.., out]`.
+    pub fn with(self, linear: &Linear) -> Result<Tensor> {
+        one(self.run(&[linear], UnaryOp::NONE)?)
+    }
+
+    /// `op(gate(x)) * up(x)`, `[.., out]`.
+    pub fn gated(self, op: UnaryOp, gate: &Linear, up: &Linear) -> Result<Tensor> {
+        one(self.run(&[gate, up], op)?)
+    }
+
+    /// Through several projections, to one `[.., out]` each.
+    pub fn through<const N: usize>(self, linears: [&Linear; N]) -> Result<[Tensor; N]> {
+        let tensors = self.run(&linears, UnaryOp::NONE)?;
+        tensors
+            .try_into()
+            .map_err(|_| Error::failed("the host returned another number of projections"))
+    }
+
+    fn run(self, linears: &[&Linear], gate: UnaryOp) -> Result<Vec<Tensor>> {
+        let matrices: Vec<RawMatrix> = linears.iter().map(|linear| linear.raw()).collect();
+        let (norm, eps) = match self.norm.map(RmsNorm::parts) {
+            Some((weight, eps)) => (weight.raw(), eps),
+            None => (RawTensor::NULL, 0.0),
+        };
+        let out = api().project()(&abi::Projection {
+            x: self.x.raw(),
+            norm,
+            eps,
+            matrices: matrices.as_slice().into(),
+            gate,
+            residual: self.residual.map_or(RawTensor::NULL, Tensor::raw),
+        });
+        if out.is_empty() {
+            return Err(op_error("project"));
+        }
+        out.into_iter()
+            .map(|raw| Tensor::own("project", raw))
+            .collect()
+    }
+}
+
+fn one(tensors: Vec<Tensor>) -> Result<Tensor> {
+    let first = tensors.into_iter().next();
+    first.ok_or_else(|| Error::failed("the host returned no projection"))
+}
