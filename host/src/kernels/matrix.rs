@@ -74,6 +74,7 @@ impl<'a> Input<'a> {
 #[derive(Default)]
 pub struct Scratch {
     float: float::Scratch,
+    integer: integer::Scratch,
     weights: Vec<f32>,
 }
 
@@ -94,7 +95,9 @@ impl Matrix<'_> {
         let count = TILE.min(self.outputs() - first);
         match self {
             Self::Quantized(matrix) => match &x.rounded[matrix.bits / 8] {
-                Some(rounded) => integer::multiply(matrix, first, count, rounded, out),
+                Some(rounded) => {
+                    integer::multiply(matrix, first, count, rounded, out, &mut scratch.integer);
+                }
                 None => float::multiply(matrix, first, count, x.exact, out, &mut scratch.float),
             },
             Self::Dense { weights, .. } => {

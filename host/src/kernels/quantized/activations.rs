@@ -1,41 +1,66 @@
 //! Activations in 16 bits, for products of integers.
 //!
-//! The elements of a block share a scale, the largest magnitude over 32767. Sums of integer products
-//! are exact, and a row's result does not depend on other rows.
+//! The elements of a row share a scale, its largest magnitude over 32767. Sums of integer products are
+//! exact, and a row's result does not depend on other rows. The error is at most one part in 65534 of
+//! the largest element.
 
-use super::integer::{BLOCK_BYTES, LANES};
 use crate::kernels::pool::{self, Shared};
 
 /// The largest magnitude of an element.
 const MOST: f32 = 32767.0;
 
-/// Rows of activations, laid out as packed weights of a width are read: in blocks that go with 32
-/// bytes of weights, each with eight lanes of sums.
+/// Rows that are multiplied together.
+pub const ROWS: usize = 4;
+
+/// Bytes of weights in a block.
+pub const BLOCK_BYTES: usize = 32;
+
+/// Inputs of a step, which has a scale and a bias for each of its eight parts.
+pub const STEP: usize = 256;
+
+/// Parts of a step, and lanes of sums.
+pub const LANES: usize = 8;
+
+/// A cache line of values: loads of vectors never straddle two.
+#[derive(Clone, Copy, Default)]
+#[repr(align(64))]
+struct Line(#[allow(dead_code)] [i16; 32]); // read through pointers
+
+/// The values of some lines.
+fn values_of(lines: &mut [Line]) -> &mut [i16] {
+    // SAFETY: a line is 32 values without padding.
+    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), lines.len() * 32) }
+}
+
+/// Rows of activations, laid out as packed weights of a width are read.
 ///
-/// The 16-bit words of a block of weights hold `n` weights each, 4 of 4 bits or 2 of 8. The block of
+/// The 16-bit words of a block of weights hold `n` weights each, 4 of 4 bits or 2 of 8. A block of
 /// activations begins with those of all words' first weights, then come those of the second ones, and
-/// so on. Lane `l` sums two words: the block's elements `2 n l` to `2 n (l + 1)`.
+/// so on. The rows of a band, up to [`ROWS`], take turns block by block.
 pub struct Activations {
     rows: usize,
-    /// Blocks of a row; the last one is filled up with zeros.
-    blocks: usize,
     /// Elements of a block.
     width: usize,
-    values: Vec<i16>,
-    /// Per block.
+    /// Blocks of a row; filled up with zeros.
+    blocks: usize,
+    /// Steps of a row; the last one may be short.
+    steps: usize,
+    /// Per band `[blocks, rows, width]`.
+    values: Vec<Line>,
+    /// Per row.
     scales: Vec<f32>,
-    /// Per block and lane, the sum of activations, which a weight group's bias multiplies.
+    /// Sums of values over the parts of steps, which biases multiply. Per band `[steps, rows, LANES]`.
     sums: Vec<f32>,
 }
 
-/// One row, from some block on.
+/// Up to [`ROWS`] rows.
 #[derive(Clone, Copy)]
-pub struct Row<'a> {
-    /// `[blocks, width]`.
+pub struct Band<'a> {
+    /// `[blocks, rows, width]`.
     pub values: &'a [i16],
-    /// `[blocks]`.
+    /// `[rows]`.
     pub scales: &'a [f32],
-    /// `[blocks, LANES]`.
+    /// `[steps, rows, LANES]`.
     pub sums: &'a [f32],
 }
 
@@ -43,33 +68,40 @@ impl Activations {
     /// Rounds `x` `[rows, inputs]` for weights of `bits` bits; `inputs` is a multiple of 32.
     pub fn quantize(x: &[f32], inputs: usize, bits: usize) -> Self {
         let (rows, width) = (x.len() / inputs, BLOCK_BYTES * 8 / bits);
-        let blocks = inputs.div_ceil(width);
-        let mut values = vec![0; rows * blocks * width];
-        let mut scales = vec![0.0; rows * blocks];
-        let mut sums = vec![0.0; rows * blocks * LANES];
+        let (blocks, steps) = (inputs.div_ceil(width), inputs.div_ceil(STEP));
+        let mut values = vec![Line::default(); rows * blocks * width / 32];
+        let mut scales = vec![0.0; rows];
+        let mut sums = vec![0.0; rows * steps * LANES];
         let shared = (
-            Shared::new(&mut values),
+            Shared::new(values_of(&mut values)),
             Shared::new(&mut scales),
             Shared::new(&mut sums),
         );
-        pool::split(rows, (1usize << 14).div_ceil(inputs), |range| {
-            for row in range {
-                // SAFETY: every row belongs to one piece.
+        let least = (1usize << 14).div_ceil(ROWS * inputs);
+        pool::split(rows.div_ceil(ROWS), least, |bands| {
+            for band in bands {
+                let first = band * ROWS;
+                let count = ROWS.min(rows - first);
+                let (at, len) = (first * blocks * width, count * blocks * width);
+                // SAFETY: every band belongs to one piece.
                 let (values, scales, sums) = unsafe {
                     (
-                        shared.0.slice(row * blocks * width, blocks * width),
-                        shared.1.slice(row * blocks, blocks),
-                        shared.2.slice(row * blocks * LANES, blocks * LANES),
+                        shared.0.slice(at, len),
+                        shared.1.slice(first, count),
+                        shared.2.slice(first * steps * LANES, count * steps * LANES),
                     )
                 };
-                let x = &x[row * inputs..(row + 1) * inputs];
-                fill(x, bits, values, scales, sums);
+                for row in 0..count {
+                    let x = &x[(first + row) * inputs..][..inputs];
+                    fill(x, bits, (row, count), (values, &mut scales[row], sums));
+                }
             }
         });
         Self {
             rows,
-            blocks,
             width,
+            blocks,
+            steps,
             values,
             scales,
             sums,
@@ -79,7 +111,8 @@ impl Activations {
     /// Whether the rows are laid out for such a matrix.
     pub fn fits(&self, inputs: usize, bits: usize) -> bool {
         let width = BLOCK_BYTES * 8 / bits;
-        self.width == width && self.blocks == inputs.div_ceil(width)
+        let shape = (width, inputs.div_ceil(width), inputs.div_ceil(STEP));
+        (self.width, self.blocks, self.steps) == shape
     }
 
     /// Number of rows.
@@ -87,72 +120,89 @@ impl Activations {
         self.rows
     }
 
-    /// A row.
-    pub fn row(&self, row: usize) -> Row<'_> {
-        let (values, lanes) = (self.blocks * self.width, self.blocks * LANES);
-        Row {
-            values: &self.values[row * values..(row + 1) * values],
-            scales: &self.scales[row * self.blocks..(row + 1) * self.blocks],
-            sums: &self.sums[row * lanes..(row + 1) * lanes],
+    /// The rows from `index * ROWS` on.
+    pub fn band(&self, index: usize) -> Band<'_> {
+        let first = index * ROWS;
+        let rows = first..(first + ROWS).min(self.rows);
+        let of = |len: usize| rows.start * len..rows.end * len;
+        // SAFETY: a line is 32 values without padding.
+        let values = unsafe {
+            std::slice::from_raw_parts(self.values.as_ptr().cast(), self.values.len() * 32)
+        };
+        Band {
+            values: &values[of(self.blocks * self.width)],
+            scales: &self.scales[rows.clone()],
+            sums: &self.sums[of(self.steps * LANES)],
         }
     }
 }
 
-fn fill(x: &[f32], bits: usize, values: &mut [i16], scales: &mut [f32], sums: &mut [f32]) {
+/// A band's values and sums, and the scale of one of its rows.
+type Places<'a> = (&'a mut [i16], &'a mut f32, &'a mut [f32]);
+
+fn fill(x: &[f32], bits: usize, row: (usize, usize), places: Places<'_>) {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") {
         // SAFETY: the processor has it.
-        return unsafe { fill_avx2(x, bits, values, scales, sums) };
+        return unsafe { fill_avx2(x, bits, row, places) };
     }
-    fill_lanes(x, bits, values, scales, sums);
+    fill_lanes(x, bits, row, places);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn fill_avx2(x: &[f32], bits: usize, values: &mut [i16], scales: &mut [f32], sums: &mut [f32]) {
-    fill_lanes(x, bits, values, scales, sums);
+fn fill_avx2(x: &[f32], bits: usize, row: (usize, usize), places: Places<'_>) {
+    fill_lanes(x, bits, row, places);
 }
 
 #[inline(always)]
-fn fill_lanes(x: &[f32], bits: usize, values: &mut [i16], scales: &mut [f32], sums: &mut [f32]) {
+fn fill_lanes(x: &[f32], bits: usize, row: (usize, usize), places: Places<'_>) {
     match bits {
-        4 => blocks::<64, 4>(x, values, scales, sums),
-        _ => blocks::<32, 2>(x, values, scales, sums),
+        4 => blocks::<64, 4>(x, row, places),
+        _ => blocks::<32, 2>(x, row, places),
     }
 }
 
-/// Blocks of W elements, N to a word of weights.
+/// Row `row` of `rows`, in blocks of W elements, N to a word of weights.
 #[inline(always)]
 fn blocks<const W: usize, const N: usize>(
     x: &[f32],
-    values: &mut [i16],
-    scales: &mut [f32],
-    sums: &mut [f32],
+    (row, rows): (usize, usize),
+    (values, scale, sums): Places<'_>,
 ) {
+    let mut lanes = [0.0f32; LANES];
+    let (parts, _) = x.as_chunks::<LANES>();
+    for part in parts {
+        for (most, x) in lanes.iter_mut().zip(part) {
+            *most = most.max(x.abs());
+        }
+    }
+    let most = lanes.into_iter().fold(0.0f32, f32::max);
+    *scale = most / MOST;
+    let inverse = if most > 0.0 { MOST / most } else { 0.0 };
     let (values, _) = values.as_chunks_mut::<W>();
-    let (sums, _) = sums.as_chunks_mut::<LANES>();
-    for (((x, values), scale), sums) in x.chunks(W).zip(values).zip(scales).zip(sums) {
+    for (index, x) in x.chunks(W).enumerate() {
         let mut block = [0.0; W];
         block[..x.len()].copy_from_slice(x);
-        let mut most = 0.0f32;
-        for x in &block {
-            most = most.max(x.abs());
-        }
-        *scale = most / MOST;
-        let inverse = if most > 0.0 { MOST / most } else { 0.0 };
         let mut rounded = [0i32; W];
         for (to, x) in rounded.iter_mut().zip(&block) {
             // The constant pushes the fraction out of the mantissa, which rounds to nearest even.
             const ROUND: f32 = 12_582_912.0;
             *to = ((x * inverse + ROUND) - ROUND) as i32;
         }
+        let values = &mut values[index * rows + row];
         for part in 0..N {
             for word in 0..W / N {
                 values[part * (W / N) + word] = rounded[word * N + part] as i16;
             }
         }
-        for (sum, lane) in sums.iter_mut().zip(rounded.chunks(2 * N)) {
-            *sum = *scale * lane.iter().sum::<i32>() as f32;
+        let width = STEP / LANES;
+        for (part, values) in rounded.chunks(width).enumerate() {
+            let part = index * (W / width) + part;
+            let sum: i32 = values.iter().sum();
+            if let Some(place) = sums.get_mut((part / LANES * rows + row) * LANES + part % LANES) {
+                *place = sum as f32;
+            }
         }
     }
 }

@@ -1,17 +1,44 @@
 //! Products of packed weights and activations in 16 bits.
 //!
-//! A block's sum of integers is exact. It is scaled and added to its lane in f32, block after block,
-//! in the same order for any number of rows: a row's result is the same bit for bit alone and among
-//! others.
+//! The sum of a block's integer products is exact. It is scaled and added to its lane in f32, block
+//! after block, in the same order for any number of rows: a row's result is the same bit for bit
+//! alone and among others.
 
-use super::activations::{Activations, Row};
-use super::{QuantizedMatrix, TILE};
+use super::activations::{Activations, BLOCK_BYTES, Band, LANES, ROWS, STEP};
+use super::{QuantizedMatrix, Scales, TILE};
 
-/// Lanes of sums.
-pub const LANES: usize = 8;
+/// Inputs that share a scale and a bias here, whatever the matrix's groups are.
+const PART: usize = STEP / LANES;
 
-/// Bytes of weights in a block.
-pub const BLOCK_BYTES: usize = 32;
+/// What a thread works in, kept from tile to tile.
+#[derive(Default)]
+pub struct Scratch {
+    scales: Vec<f32>,
+    biases: Vec<f32>,
+}
+
+/// Consecutive outputs of a matrix.
+pub struct Tile<'a> {
+    /// Packed weights.
+    pub bytes: &'a [u8],
+    /// `[outputs, parts]`, in single precision.
+    pub scales: &'a [f32],
+    /// As `scales`.
+    pub biases: &'a [f32],
+    /// At most [`TILE`].
+    pub outputs: usize,
+    /// Inputs.
+    pub inputs: usize,
+    /// 4 or 8.
+    pub bits: usize,
+}
+
+impl Tile<'_> {
+    /// Scales of an output.
+    pub fn parts(&self) -> usize {
+        self.inputs / PART
+    }
+}
 
 /// Multiplies the outputs `first..first + outputs` of a matrix with all rows of `x`, to `out`
 /// `[rows, TILE]`.
@@ -24,42 +51,82 @@ pub fn multiply(
     outputs: usize,
     x: &Activations,
     out: &mut [f32],
+    scratch: &mut Scratch,
 ) {
     matrix.check();
     assert!(outputs <= TILE && first + outputs <= matrix.outputs);
     assert!(x.fits(matrix.inputs, matrix.bits) && out.len() == x.rows() * TILE);
-    for (index, out) in out.chunks_mut(4 * TILE).enumerate() {
-        let row = |i| x.row(4 * index + i);
-        let tile = (matrix, first, outputs);
+    let tile = scratch.tile(matrix, first, outputs);
+    for (index, out) in out.chunks_mut(ROWS * TILE).enumerate() {
+        let band = x.band(index);
         match out.len() / TILE {
-            1 => block(tile, [row(0)], out),
-            2 => block(tile, [row(0), row(1)], out),
-            3 => block(tile, [row(0), row(1), row(2)], out),
-            _ => block(tile, [row(0), row(1), row(2), row(3)], out),
+            1 => rows::<1>(&tile, band, out),
+            2 => rows::<2>(&tile, band, out),
+            3 => rows::<3>(&tile, band, out),
+            _ => rows::<4>(&tile, band, out),
         }
     }
 }
 
-/// A matrix, its first output and the number of outputs.
-pub type Outputs<'a, 'm> = (&'a QuantizedMatrix<'m>, usize, usize);
+impl Scratch {
+    /// Prepares some outputs of a checked matrix.
+    pub fn tile<'a>(
+        &'a mut self,
+        matrix: &'a QuantizedMatrix<'_>,
+        first: usize,
+        outputs: usize,
+    ) -> Tile<'a> {
+        let row_bytes = matrix.inputs * matrix.bits / 8;
+        spread(matrix, matrix.scales, first, outputs, &mut self.scales);
+        spread(matrix, matrix.biases, first, outputs, &mut self.biases);
+        Tile {
+            bytes: &matrix.bytes()[first * row_bytes..(first + outputs) * row_bytes],
+            scales: &self.scales,
+            biases: &self.biases,
+            outputs,
+            inputs: matrix.inputs,
+            bits: matrix.bits,
+        }
+    }
+}
 
-fn block<const M: usize>(tile: Outputs<'_, '_>, x: [Row<'_>; M], out: &mut [f32]) {
+/// The scales (or biases) of some outputs, part by part.
+fn spread(
+    matrix: &QuantizedMatrix<'_>,
+    from: Scales<'_>,
+    first: usize,
+    outputs: usize,
+    to: &mut Vec<f32>,
+) {
+    let (groups, times) = (matrix.inputs / matrix.group, matrix.group / PART);
+    let count = outputs * groups;
+    to.resize(count * times, 0.0);
+    from.widen(first * groups, &mut to[..count]);
+    if times > 1 {
+        // From the last on, so that nothing is overwritten before it was read.
+        for part in (0..count * times).rev() {
+            to[part] = to[part / times];
+        }
+    }
+}
+
+fn rows<const M: usize>(tile: &Tile<'_>, x: Band<'_>, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     {
         use super::x86_integer::{avx2, vnni};
         use std::arch::is_x86_feature_detected as has;
-        if has!("avx2") && has!("fma") && has!("f16c") {
+        if has!("avx2") && has!("fma") {
             // SAFETY: the processor has what the loops use; `multiply` checked all lengths.
             return unsafe {
                 if has!("avx512vnni") && has!("avx512vl") {
-                    vnni::block(tile, x, out)
+                    vnni::rows::<M>(tile, x, out)
                 } else {
-                    avx2::block(tile, x, out)
+                    avx2::rows::<M>(tile, x, out)
                 }
             };
         }
     }
-    lanes(tile, x, out);
+    lanes::<M>(tile, x, out);
 }
 
 /// `a * b + c`, fused where that is an instruction.
@@ -72,35 +139,27 @@ fn fma(a: f32, b: f32, c: f32) -> f32 {
 }
 
 /// Written so that compilers make vectors of it.
-pub fn lanes<const M: usize>(
-    (matrix, first, outputs): Outputs<'_, '_>,
-    x: [Row<'_>; M],
-    out: &mut [f32],
-) {
-    let &QuantizedMatrix {
-        inputs,
-        group,
-        bits,
-        ..
-    } = matrix;
-    let (row_bytes, width) = (inputs * bits / 8, BLOCK_BYTES * 8 / bits);
-    let groups = inputs / group;
-    for output in 0..outputs {
-        let weights = &matrix.bytes()[(first + output) * row_bytes..][..row_bytes];
+pub fn lanes<const M: usize>(tile: &Tile<'_>, x: Band<'_>, out: &mut [f32]) {
+    let (parts, bits) = (tile.parts(), tile.bits);
+    let (row_bytes, width) = (tile.inputs * bits / 8, BLOCK_BYTES * 8 / bits);
+    for output in 0..tile.outputs {
+        let scales = &tile.scales[output * parts..(output + 1) * parts];
+        let biases = &tile.biases[output * parts..(output + 1) * parts];
+        let weights = &tile.bytes[output * row_bytes..(output + 1) * row_bytes];
         let mut sums = [[0.0f32; LANES]; M];
+        for (step, biases) in biases.chunks(LANES).enumerate() {
+            for (row, sums) in sums.iter_mut().enumerate() {
+                let x = &x.sums[(step * M + row) * LANES..][..LANES];
+                for (sum, (bias, x)) in sums.iter_mut().zip(biases.iter().zip(x)) {
+                    *sum = fma(*bias, *x, *sum);
+                }
+            }
+        }
         for (at, weights) in weights.chunks(BLOCK_BYTES).enumerate() {
             let mut bytes = [0u8; BLOCK_BYTES];
             bytes[..weights.len()].copy_from_slice(weights);
-            let mut scales = ([0.0; LANES], [0.0; LANES]);
-            for lane in 0..LANES {
-                let column = (at * width + lane * width / LANES).min(inputs - 1);
-                let index = (first + output) * groups + column / group;
-                scales.0[lane] = matrix.scales.at(index);
-                scales.1[lane] = matrix.biases.at(index);
-            }
-            for (x, sums) in x.iter().zip(&mut sums) {
-                let values = &x.values[at * width..(at + 1) * width];
-                let x_sums = &x.sums[at * LANES..];
+            for (row, sums) in sums.iter_mut().enumerate() {
+                let values = &x.values[(at * M + row) * width..][..width];
                 for lane in 0..LANES {
                     let mut dot = 0i32;
                     for word in 2 * lane..2 * lane + 2 {
@@ -110,13 +169,16 @@ pub fn lanes<const M: usize>(
                             dot += i32::from(w) * i32::from(values[part * 16 + word]);
                         }
                     }
-                    let scaled = fma(dot as f32, scales.0[lane] * x.scales[at], sums[lane]);
-                    sums[lane] = fma(scales.1[lane], x_sums[lane], scaled);
+                    // Beyond the inputs there is nothing to scale.
+                    let part = (at * width + lane * width / LANES) / PART;
+                    let scale = scales.get(part).copied().unwrap_or(0.0);
+                    sums[lane] = fma(dot as f32, scale, sums[lane]);
                 }
             }
         }
         for (row, [a, b, c, d, e, f, g, h]) in sums.into_iter().enumerate() {
-            out[row * TILE + output] = ((a + e) + (c + g)) + ((b + f) + (d + h));
+            let sum = ((a + e) + (c + g)) + ((b + f) + (d + h));
+            out[row * TILE + output] = sum * x.scales[row];
         }
     }
 }

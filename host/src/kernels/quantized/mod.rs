@@ -12,6 +12,7 @@ mod x86;
 #[cfg(target_arch = "x86_64")]
 mod x86_integer;
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::lanes::Float;
@@ -39,34 +40,27 @@ impl Scales<'_> {
         }
     }
 
-    fn at(&self, index: usize) -> f32 {
-        match self {
-            Self::F32(all) => all[index],
-            Self::Bf16(all) => all[index].wide(),
-            Self::F16(all) => all[index].wide(),
-        }
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    fn pointer(&self) -> *const u8 {
-        match self {
-            Self::F32(all) => all.as_ptr().cast(),
-            Self::Bf16(all) => all.as_ptr().cast(),
-            Self::F16(all) => all.as_ptr().cast(),
-        }
-    }
-
     /// Elements `start..start + out.len()`, widened.
     fn widen(self, start: usize, out: &mut [f32]) {
-        fn copy<T: Float>(from: &[T], out: &mut [f32]) {
-            for (out, &x) in out.iter_mut().zip(from) {
-                *out = x.wide();
-            }
-        }
+        let range = start..start + out.len();
         match self {
-            Self::F32(all) => out.copy_from_slice(&all[start..start + out.len()]),
-            Self::Bf16(all) => copy(&all[start..], out),
-            Self::F16(all) => copy(&all[start..], out),
+            Self::F32(all) => out.copy_from_slice(&all[range]),
+            Self::Bf16(all) => {
+                for (out, x) in out.iter_mut().zip(&all[range]) {
+                    *out = x.wide();
+                }
+            }
+            Self::F16(all) => {
+                #[cfg(target_arch = "x86_64")]
+                {
+                    use std::arch::is_x86_feature_detected as has;
+                    if has!("avx2") && has!("f16c") {
+                        // SAFETY: the processor has it.
+                        return unsafe { x86_integer::widen(&all[range], out) };
+                    }
+                }
+                all[range].convert_to_f32_slice(out);
+            }
         }
     }
 }

@@ -85,16 +85,13 @@ fn product(matrix: QuantizedMatrix<'_>, x: &[f32], exact: bool) -> Vec<f32> {
     y
 }
 
-/// Activations as 16 bits hold them, in blocks as weights of `bits` bits want them.
-fn rounded(x: &[f32], bits: usize) -> Vec<f64> {
-    let blocks = x.chunks(256 / bits).map(|block| {
-        let most = block.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-        let round = move |x: &f32| (x * (32767.0 / most)).round_ties_even() * (most / 32767.0);
-        block
-            .iter()
-            .map(move |x| if most > 0.0 { f64::from(round(x)) } else { 0.0 })
-    });
-    blocks.flatten().collect()
+/// A row of activations as 16 bits hold it.
+fn rounded(x: &[f32]) -> Vec<f64> {
+    let most = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    let round = |x: &f32| (x * (32767.0 / most)).round_ties_even() * (most / 32767.0);
+    x.iter()
+        .map(|x| if most > 0.0 { f64::from(round(x)) } else { 0.0 })
+        .collect()
 }
 
 proptest! {
@@ -102,7 +99,7 @@ proptest! {
     fn is_the_double_precision_product_and_rows_do_not_mix(
         rows in 0usize..20,
         outputs in 1usize..70,
-        groups in 1usize..6,
+        groups in 1usize..12,
         group in prop::sample::select(vec![32usize, 64, 128]),
         bits in prop::sample::select(vec![4usize, 8]),
         exact in any::<bool>(),
@@ -116,7 +113,7 @@ proptest! {
             let taken: Vec<f64> = if exact {
                 x.iter().map(|&x| f64::from(x)).collect()
             } else {
-                rounded(x, bits)
+                rounded(x)
             };
             for output in 0..outputs {
                 let w = &case.weights[output * inputs..(output + 1) * inputs];
@@ -135,7 +132,7 @@ proptest! {
     fn integer_loops_agree(
         rows in 1usize..=4,
         outputs in 1usize..=TILE,
-        groups in 1usize..6,
+        groups in 1usize..12,
         group in prop::sample::select(vec![32usize, 64, 128]),
         bits in prop::sample::select(vec![4usize, 8]),
         kind in 0..3,
@@ -153,10 +150,13 @@ proptest! {
         }
         let x = Activations::quantize(&case.x, inputs, bits);
         let mut best = vec![0.0; rows * TILE];
-        integer::multiply(&matrix, 0, outputs, &x, &mut best);
+        let mut scratch = integer::Scratch::default();
+        integer::multiply(&matrix, 0, outputs, &x, &mut best, &mut scratch);
         let mut plain = vec![0.0; rows * TILE];
         for (row, plain) in plain.chunks_mut(TILE).enumerate() {
-            integer::lanes((&matrix, 0, outputs), [x.row(row)], plain);
+            let alone = &case.x[row * inputs..(row + 1) * inputs];
+            let alone = Activations::quantize(alone, inputs, bits);
+            integer::lanes::<1>(&scratch.tile(&matrix, 0, outputs), alone.band(0), plain);
         }
         for (a, b) in best.iter().zip(&plain) {
             // Fused and unfused additions.
@@ -168,7 +168,7 @@ proptest! {
     fn every_kernel_agrees(
         rows in 1usize..=BLOCK,
         outputs in 1usize..=TILE,
-        groups in 1usize..6,
+        groups in 1usize..12,
         bits in prop::sample::select(vec![4usize, 8]),
     ) {
         let inputs = groups * 32;

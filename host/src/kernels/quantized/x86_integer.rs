@@ -1,15 +1,15 @@
-//! The integer products for x86-64, once for AVX2 and once for the dot products of VNNI.
+//! The integer products for x86-64, once for AVX2 and once with the dot products of VNNI.
 
 use std::arch::x86_64::*;
 
-use super::activations::Row;
-use super::integer::{BLOCK_BYTES, LANES, Outputs};
-use super::{Scales, TILE};
+use half::f16;
 
-/// Scales and biases by their element type.
-const F32: u8 = 0;
-const BF16: u8 = 1;
-const F16: u8 = 2;
+use super::TILE;
+use super::activations::{BLOCK_BYTES, Band, LANES};
+use super::integer::Tile;
+
+/// How far ahead of the weights in use memory is asked for those that follow.
+const AHEAD: usize = 1024;
 
 /// The loops with one way, `$dot`, to add the products of pairs of 16-bit numbers to sums.
 macro_rules! loops {
@@ -18,121 +18,107 @@ macro_rules! loops {
             use super::*;
 
             /// # Safety
-            /// The tile is part of a matrix whose lengths fit, the rows have as many inputs, and
-            /// `out` has M rows of a tile.
+            /// The lengths of the tile fit each other, `x` has M rows of as many inputs, and `out` M
+            /// rows of a tile.
             #[target_feature(enable = $features)]
-            pub unsafe fn block<const M: usize>(
-                tile: Outputs<'_, '_>,
-                x: [Row<'_>; M],
-                out: &mut [f32],
-            ) {
-                // SAFETY: the caller's promise.
-                unsafe {
-                    match (tile.0.bits, tile.0.scales) {
-                        (4, Scales::F32(_)) => outputs::<F32, true, M>(tile, x, out),
-                        (4, Scales::Bf16(_)) => outputs::<BF16, true, M>(tile, x, out),
-                        (4, Scales::F16(_)) => outputs::<F16, true, M>(tile, x, out),
-                        (_, Scales::F32(_)) => outputs::<F32, false, M>(tile, x, out),
-                        (_, Scales::Bf16(_)) => outputs::<BF16, false, M>(tile, x, out),
-                        (_, Scales::F16(_)) => outputs::<F16, false, M>(tile, x, out),
-                    }
-                }
-            }
-
-            /// # Safety
-            /// As `block`; scales and bits are what the parameters say.
-            #[target_feature(enable = $features)]
-            unsafe fn outputs<const KIND: u8, const NIBBLES: bool, const M: usize>(
-                tile: Outputs<'_, '_>,
-                x: [Row<'_>; M],
-                out: &mut [f32],
-            ) {
-                let (_, first, count) = tile;
-                let mut output = 0;
-                while output < count {
-                    // Several outputs at a time where few rows leave registers for them, so that
-                    // additions do not wait for each other.
-                    let left = count - output;
-                    // SAFETY: the caller's promise, and as many outputs as are left.
-                    output += unsafe {
-                        if M == 1 && left >= 4 {
-                            sums::<KIND, NIBBLES, M, 4>(tile, first, output, x, out)
-                        } else if M <= 2 && left >= 2 {
-                            sums::<KIND, NIBBLES, M, 2>(tile, first, output, x, out)
+            pub unsafe fn rows<const M: usize>(tile: &Tile<'_>, x: Band<'_>, out: &mut [f32]) {
+                // All sums first: adding up their lanes goes eight outputs at a time.
+                let mut sums = [[_mm256_setzero_ps(); M]; TILE];
+                for (output, sums) in sums.iter_mut().enumerate().take(tile.outputs) {
+                    // SAFETY: the caller's promise.
+                    *sums = unsafe {
+                        if tile.bits == 4 {
+                            row::<4, M>(tile, output, x)
                         } else {
-                            sums::<KIND, NIBBLES, M, 1>(tile, first, output, x, out)
+                            row::<8, M>(tile, output, x)
                         }
                     };
+                }
+                for (first, sums) in (0..TILE).step_by(8).zip(sums.as_chunks::<8>().0) {
+                    for m in 0..M {
+                        let totals = totals(sums.map(|sums| sums[m]));
+                        let totals = _mm256_mul_ps(totals, _mm256_set1_ps(x.scales[m]));
+                        let out = &mut out[m * TILE + first..][..8];
+                        // SAFETY: eight places.
+                        unsafe { _mm256_storeu_ps(out.as_mut_ptr(), totals) };
+                    }
                 }
             }
 
+            /// The sums of one output.
+            ///
             /// # Safety
-            /// As `outputs`, with N outputs from `output` on.
+            /// As `rows`; the tile has as many bits as the parameter says.
             #[target_feature(enable = $features)]
-            unsafe fn sums<const KIND: u8, const NIBBLES: bool, const M: usize, const N: usize>(
-                (matrix, ..): Outputs<'_, '_>,
-                first: usize,
+            #[inline]
+            unsafe fn row<const BITS: usize, const M: usize>(
+                tile: &Tile<'_>,
                 output: usize,
-                x: [Row<'_>; M],
-                out: &mut [f32],
-            ) -> usize {
-                let width = if NIBBLES { 64 } else { 32 };
-                let row_bytes = matrix.inputs * matrix.bits / 8;
-                let groups = matrix.inputs / matrix.group;
-                // Two groups in a block, or one in one or more blocks.
-                let pair = width > matrix.group;
-                let shift = (matrix.group / width).max(1).trailing_zeros();
-                let (scales, biases) = (matrix.scales.pointer(), matrix.biases.pointer());
-                let mut sums = [[_mm256_setzero_ps(); M]; N];
-                let whole = row_bytes / BLOCK_BYTES;
-                for at in 0..row_bytes.div_ceil(BLOCK_BYTES) {
-                    let group = if width > matrix.group {
-                        2 * at
-                    } else {
-                        at >> shift
-                    };
-                    for n in 0..N {
-                        let byte = (first + output + n) * row_bytes + at * BLOCK_BYTES;
-                        let index = (first + output + n) * groups + group;
-                        // SAFETY: a block of an output, its scales and biases, and a block of
-                        // every row, which are there.
-                        unsafe {
-                            let from = matrix.words.as_ptr().cast::<i8>().add(byte);
-                            let weights = if at < whole {
-                                load(from)
-                            } else {
-                                // Half a block; the activations of the other half are zero.
-                                _mm256_zextsi128_si256(_mm_loadu_si128(from.cast()))
-                            };
-                            let pair = pair && at < whole;
-                            let scale = spread::<KIND>(scales, index, pair);
-                            let bias = spread::<KIND>(biases, index, pair);
-                            let parts = parts::<NIBBLES>(weights);
-                            for m in 0..M {
-                                let values = x[m].values.as_ptr().add(at * width);
-                                let mut dot = _mm256_setzero_si256();
-                                for (part, weights) in parts.iter().enumerate() {
-                                    if NIBBLES || part < 2 {
-                                        let x = load(values.add(part * 16).cast());
-                                        dot = $dot(dot, *weights, x);
-                                    }
-                                }
-                                let x_scale = _mm256_broadcast_ss(&*x[m].scales.as_ptr().add(at));
-                                let x_sum = _mm256_loadu_ps(x[m].sums.as_ptr().add(at * LANES));
-                                let factor = _mm256_mul_ps(scale, x_scale);
-                                let sum = &mut sums[n][m];
-                                *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), factor, *sum);
-                                *sum = _mm256_fmadd_ps(bias, x_sum, *sum);
-                            }
+                x: Band<'_>,
+            ) -> [__m256; M] {
+                let (per_block, width) = (BITS / 4, BLOCK_BYTES * 8 / BITS);
+                let (parts, row_bytes) = (tile.parts(), tile.inputs * BITS / 8);
+                let mut sums = [_mm256_setzero_ps(); M];
+                // SAFETY: parts and blocks that are there.
+                unsafe {
+                    let biases = tile.biases.as_ptr().add(output * parts);
+                    for step in 0..parts.div_ceil(LANES) {
+                        let left = parts - step * LANES;
+                        let from = biases.add(step * LANES);
+                        let biases = if left >= LANES {
+                            _mm256_loadu_ps(from)
+                        } else {
+                            _mm256_maskload_ps(from, first_lanes(left))
+                        };
+                        for (m, sum) in sums.iter_mut().enumerate() {
+                            let x = x.sums.as_ptr().add((step * M + m) * LANES);
+                            *sum = _mm256_fmadd_ps(biases, _mm256_loadu_ps(x), *sum);
                         }
                     }
-                }
-                for n in 0..N {
-                    for m in 0..M {
-                        out[m * TILE + output + n] = total(sums[n][m]);
+                    let scales = tile.scales.as_ptr().add(output * parts);
+                    let weights = tile.bytes.as_ptr().add(output * row_bytes).cast::<i8>();
+                    let whole = row_bytes / BLOCK_BYTES;
+                    for at in 0..whole {
+                        let from = weights.add(at * BLOCK_BYTES);
+                        _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD));
+                        let scale = of_block::<BITS>(scales.add(at * 2 / per_block));
+                        let values = x.values.as_ptr().add(at * M * width);
+                        block::<BITS, M>(unpacked::<BITS>(load(from)), scale, values, &mut sums);
+                    }
+                    if row_bytes % BLOCK_BYTES != 0 {
+                        // Half a block; the activations of the other half are zero.
+                        let half = _mm_loadu_si128(weights.add(whole * BLOCK_BYTES).cast());
+                        let half = unpacked::<BITS>(_mm256_zextsi128_si256(half));
+                        let scale = _mm256_set1_ps(*scales.add(whole * 2 / per_block));
+                        let values = x.values.as_ptr().add(whole * M * width);
+                        block::<BITS, M>(half, scale, values, &mut sums);
                     }
                 }
-                N
+                sums
+            }
+
+            /// Adds the scaled products of a block.
+            ///
+            /// # Safety
+            /// M rows of a block of activations lie behind `values`.
+            #[target_feature(enable = $features)]
+            #[inline]
+            unsafe fn block<const BITS: usize, const M: usize>(
+                weights: [__m256i; 4],
+                scale: __m256,
+                values: *const i16,
+                sums: &mut [__m256; M],
+            ) {
+                let parts = 16 / BITS;
+                for (m, sum) in sums.iter_mut().enumerate() {
+                    let mut dot = _mm256_setzero_si256();
+                    for (part, weights) in weights.iter().enumerate().take(parts) {
+                        // SAFETY: the caller's promise.
+                        let x = unsafe { load(values.add((m * parts + part) * 16).cast()) };
+                        dot = $dot(dot, *weights, x);
+                    }
+                    *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, *sum);
+                }
             }
         }
     };
@@ -141,11 +127,20 @@ macro_rules! loops {
 loops!(avx2, "avx2,fma,f16c", dot_avx2);
 loops!(vnni, "avx2,fma,f16c,avx512f,avx512vl,avx512vnni", dot_vnni);
 
+/// # Safety
+/// 32 bytes lie behind the pointer.
+#[target_feature(enable = "avx2")]
+#[inline]
+unsafe fn load(from: *const i8) -> __m256i {
+    // SAFETY: the caller's promise.
+    unsafe { _mm256_loadu_si256(from.cast()) }
+}
+
 /// The weights of a block in 16 bits each: the first ones of all words, the second ones, and so on.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn parts<const NIBBLES: bool>(words: __m256i) -> [__m256i; 4] {
-    if NIBBLES {
+fn unpacked<const BITS: usize>(words: __m256i) -> [__m256i; 4] {
+    if BITS == 4 {
         let low = _mm256_set1_epi16(15);
         [
             _mm256_and_si256(words, low),
@@ -160,57 +155,77 @@ fn parts<const NIBBLES: bool>(words: __m256i) -> [__m256i; 4] {
     }
 }
 
-/// # Safety
-/// 32 bytes lie behind the pointer.
-#[target_feature(enable = "avx2")]
-#[inline]
-unsafe fn load(from: *const i8) -> __m256i {
-    // SAFETY: the caller's promise.
-    unsafe { _mm256_loadu_si256(from.cast()) }
-}
-
-/// The number at `index` in all lanes; with `pair`, in the lower four, and the next one in the upper.
+/// The scales of a block: of two parts for weights of 4 bits, of one for 8.
 ///
 /// # Safety
-/// They are there, of the type that `KIND` says.
-#[target_feature(enable = "avx2,fma,f16c")]
+/// Two numbers lie behind the pointer.
+#[target_feature(enable = "avx2")]
 #[inline]
-unsafe fn spread<const KIND: u8>(from: *const u8, index: usize, pair: bool) -> __m256 {
-    // SAFETY: the caller's promise, for all reads.
+unsafe fn of_block<const BITS: usize>(scales: *const f32) -> __m256 {
+    // SAFETY: the caller's promise.
     unsafe {
-        if KIND == F32 {
-            let from = from.cast::<f32>().add(index);
-            if !pair {
-                return _mm256_broadcast_ss(&*from);
-            }
-            let both = _mm256_castpd_ps(_mm256_set1_pd(from.cast::<f64>().read_unaligned()));
-            return _mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
-        }
-        let from = from.cast::<u16>().add(index);
-        let both = if pair {
-            from.cast::<i32>().read_unaligned()
+        if BITS == 4 {
+            let both = _mm256_castpd_ps(_mm256_set1_pd(scales.cast::<f64>().read_unaligned()));
+            _mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1))
         } else {
-            i32::from(*from).wrapping_mul(0x1_0001)
-        };
-        if KIND == BF16 {
-            // The upper halves of numbers in single precision.
-            let up = _mm256_setr_epi32(16, 16, 16, 16, 0, 0, 0, 0);
-            let wide = _mm256_sllv_epi32(_mm256_set1_epi32(both), up);
-            _mm256_castsi256_ps(_mm256_and_si256(wide, _mm256_set1_epi32(!0xffff)))
-        } else {
-            let wide = _mm256_cvtph_ps(_mm_set1_epi32(both));
-            _mm256_permutevar_ps(wide, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1))
+            _mm256_set1_ps(*scales)
         }
     }
 }
 
-/// The sum of the lanes.
+/// Which of eight lanes are the first `count`.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn total(x: __m256) -> f32 {
-    let four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
-    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+fn first_lanes(count: usize) -> __m256i {
+    let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    _mm256_cmpgt_epi32(_mm256_set1_epi32(count as i32), lanes)
+}
+
+/// The sums of the lanes of each: `((0+4) + (2+6)) + ((1+5) + (3+7))`.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn totals(x: [__m256; 8]) -> __m256 {
+    // Two sums of four lanes.
+    let halves = |a, b| {
+        let low = _mm256_permute2f128_ps::<0x20>(a, b);
+        _mm256_add_ps(low, _mm256_permute2f128_ps::<0x31>(a, b))
+    };
+    // Four sums of two.
+    let quarters = |a, b| {
+        let (a, b) = (_mm256_castps_pd(a), _mm256_castps_pd(b));
+        let low = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
+        _mm256_add_ps(low, _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)))
+    };
+    let a = quarters(halves(x[0], x[1]), halves(x[2], x[3]));
+    let b = quarters(halves(x[4], x[5]), halves(x[6], x[7]));
+    let even = _mm256_shuffle_ps::<0b10_00_10_00>(a, b);
+    let sums = _mm256_add_ps(even, _mm256_shuffle_ps::<0b11_01_11_01>(a, b));
+    _mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
+}
+
+/// `from`, widened.
+///
+/// # Panics
+/// The lengths differ.
+#[target_feature(enable = "avx2,f16c")]
+pub fn widen(from: &[f16], to: &mut [f32]) {
+    assert_eq!(from.len(), to.len());
+    let (from, last) = from.as_chunks::<8>();
+    let (to, last_to) = to.as_chunks_mut::<8>();
+    let eight = |from: &[f16; 8], to: &mut [f32; 8]| {
+        // SAFETY: eight elements each.
+        unsafe {
+            let narrow = _mm_loadu_si128(from.as_ptr().cast());
+            _mm256_storeu_ps(to.as_mut_ptr(), _mm256_cvtph_ps(narrow));
+        }
+    };
+    for (from, to) in from.iter().zip(to) {
+        eight(from, to);
+    }
+    let (mut narrow, mut wide) = ([f16::ZERO; 8], [0.0; 8]);
+    narrow[..last.len()].copy_from_slice(last);
+    eight(&narrow, &mut wide);
+    last_to.copy_from_slice(&wide[..last.len()]);
 }
 
 #[target_feature(enable = "avx2")]
