@@ -5,7 +5,7 @@ PYTHON  ?= python3
 PREFIX  ?= /usr/local
 DESTDIR ?=
 
-# For `make run`.
+# For `make run`; ARGS also for `make bench`.
 PLUGIN ?= qwen_mtp
 PROMPT ?= Explain what a computer program is.
 ARGS   ?=
@@ -26,10 +26,10 @@ MODELS   := $(DESTDIR)$(PREFIX)/share/mlxhost/models
 TARGET   := smollm2-135m-instruct
 DRAFTERS := smollm2-mtp
 
-.PHONY: help build model run test lint bench install clean
+.PHONY: help build model run test lint bench bench-peers bench-kernels install clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo '  make run PROMPT="..." PLUGIN=ngram ARGS="--temperature 0.7"'
 	@echo '  make install PREFIX=/usr/local DESTDIR='
@@ -64,7 +64,14 @@ lint: ## formatting, clippy, rustdoc; and that no plugin reaches MLX
 	$(CARGO) clippy -p mlx-sys --all-targets -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc -p mlxhost-plugin-api --no-deps
 
-bench: ## what the plugin boundary costs
+bench: model build ## compare with other engines, and drafters with none; ARGS=--quick for a first look
+	$(PYTHON) bench/bench.py $(ARGS)
+
+bench-peers: ## install the other engines for `make bench` (compiles llama.cpp)
+	$(PYTHON) -m venv bench/.venv
+	CMAKE_ARGS="-DGGML_NATIVE=ON $$CMAKE_ARGS" bench/.venv/bin/pip install -r bench/requirements.txt
+
+bench-kernels: ## what the plugin boundary costs
 	$(CARGO) build --release -p qwen_mtp
 	MLXHOST_TESTS_BUILT=1 $(CARGO) bench -p mlxhost-tests
 

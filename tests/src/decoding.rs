@@ -24,6 +24,7 @@ pub fn engine(path: &Path, drafter: Option<DrafterSource>) -> Engine {
         checkpoint,
         tokenizer: Some(Arc::new(tokenizer.expect("the model has a tokenizer"))),
         drafter,
+        costs: None,
     };
     Engine::start(config, |_| {}).expect("the engine starts")
 }

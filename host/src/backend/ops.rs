@@ -110,11 +110,16 @@ pub(super) extern "C" fn full(shape: RSlice<'_, i32>, value: f32, dtype: DType) 
     op(|| {
         let shape = shape.as_slice();
         elements(shape)?;
-        let scalar = scalar(value, to_mlx(dtype)?)?;
-        if shape.is_empty() {
-            return Ok(scalar);
-        }
-        mlx::broadcast_to(&scalar, shape).explain()
+        let kind = to_mlx(dtype)?;
+        // Memory of its own, which whoever writes to it may take over.
+        let stream = mlx_rs::Stream::thread_local_or_default();
+        let scalar = scalar(value, kind)?;
+        // SAFETY: live handles and as many numbers as are said.
+        raw_call(|out| unsafe {
+            let (len, value) = (shape.len(), scalar.as_ptr());
+            let dtype = kind as mlx_sys::mlx_dtype;
+            mlx_sys::mlx_full(out, shape.as_ptr(), len, value, dtype, stream.as_ptr())
+        })
     })
 }
 

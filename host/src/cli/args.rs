@@ -31,6 +31,8 @@ pub struct Args {
 
 #[derive(Subcommand)]
 pub enum Command {
+    /// Measure how fast a model runs on this machine, alone.
+    Bench(BenchArgs),
     /// Write a model's logits and hidden states to a file, to compare with other engines.
     Eval(EvalArgs),
     /// Look at plugins.
@@ -51,7 +53,7 @@ pub struct GenerateArgs {
     /// An option of the drafter; `plugins inspect` lists them. Repeatable.
     #[arg(long, value_name = "KEY=VALUE", value_parser = key_value, help_heading = "Models")]
     pub drafter_option: Vec<(String, String)>,
-    /// The most tokens to draft per round [default: what the drafter was made for].
+    /// Draft this many tokens per round [default: chosen round by round, by what pays].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=256), help_heading = "Models")]
     pub depth: Option<u32>,
     /// Decode without drafts.
@@ -170,6 +172,21 @@ pub struct EvalArgs {
     /// Hidden states to write too: layer numbers, `embedding`, `pre_norm`, `final`.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub taps: Vec<String>,
+    #[command(flatten)]
+    pub compute: Compute,
+}
+
+#[derive(clap::Args)]
+pub struct BenchArgs {
+    /// The model: a directory or a .gguf file.
+    #[arg(long, value_name = "PATH")]
+    pub model: PathBuf,
+    /// Tokens to decode.
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u16).range(1..))]
+    pub tokens: u16,
+    /// Print one JSON object instead of a table.
+    #[arg(long)]
+    pub json: bool,
     #[command(flatten)]
     pub compute: Compute,
 }

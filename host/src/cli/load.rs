@@ -8,8 +8,11 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use mlxhost::LoadError;
 use mlxhost::checkpoint::Checkpoint;
 use mlxhost::engine::{Engine, EngineConfig};
+use mlxhost::kernels::{self, pool};
+use mlxhost::paths;
 use mlxhost::plugin::{DrafterSource, Registry};
 use mlxhost::text::{GenerationDefaults, GgufVocab, Tokenizer};
+use sha2::{Digest, Sha256};
 
 use super::args::{GenerateArgs, PluginPaths};
 use super::error::CliError;
@@ -48,6 +51,7 @@ pub fn load(args: &GenerateArgs) -> Result<Loaded, CliError> {
     let config = EngineConfig {
         checkpoint,
         tokenizer: tokenizer.clone(),
+        costs: drafter.as_ref().and_then(|drafter| costs(&model, drafter)),
         drafter,
     };
     let bar = loading_bar(bytes);
@@ -67,6 +71,31 @@ pub fn load(args: &GenerateArgs) -> Result<Loaded, CliError> {
         tokenizer,
         defaults,
     })
+}
+
+/// Where what rounds cost is remembered, for this pair as this process computes.
+fn costs(model: &Path, drafter: &DrafterSource) -> Option<PathBuf> {
+    let mut digest = Sha256::new();
+    let mut add = |part: &dyn std::fmt::Debug| digest.update(format!("{part:?};"));
+    for path in [Some(model), drafter.checkpoint.as_deref()]
+        .into_iter()
+        .flatten()
+    {
+        let path = path.canonicalize().ok()?;
+        let facts = path.metadata().ok()?;
+        add(&(&path, facts.len(), facts.modified().ok()));
+    }
+    add(&(drafter.library.digest(), &drafter.options));
+    add(&(pool::threads(), kernels::exact(), env!("CARGO_PKG_VERSION")));
+    let name = digest.finalize()[..16]
+        .iter()
+        .fold(String::new(), |name, byte| format!("{name}{byte:02x}"));
+    Some(
+        paths::cache_dir()?
+            .join("costs")
+            .join(name)
+            .with_extension("json"),
+    )
 }
 
 fn loading_bar(bytes: u64) -> ProgressBar {

@@ -12,7 +12,20 @@ use crate::plugin::{Draft, Drafter, Rows};
 pub(super) struct Drafting {
     rows: Option<Rows>,
     drafter: Option<Rc<Drafter>>,
+    /// Rounds without a draft, which the drafter has not been told of.
+    untold: Vec<Untold>,
 }
+
+/// A round in which every row got one token and nothing was drafted.
+struct Untold {
+    tokens: Vec<i32>,
+    next: Vec<i32>,
+    taps: Vec<Tensor>,
+}
+
+/// Rounds without a draft that are told at once. Following costs a drafter a pass of its own, so
+/// one for many saves most of that when drafting does not pay.
+const MOST_UNTOLD: usize = 32;
 
 /// What happened to the rows since the last call, as lists per row.
 pub(super) struct Progress<'a> {
@@ -32,6 +45,7 @@ impl Drafting {
         Self {
             rows: None,
             drafter: None,
+            untold: Vec::new(),
         }
     }
 
@@ -40,6 +54,7 @@ impl Drafting {
         let mut drafting = Self {
             rows: None,
             drafter: Some(drafter.clone()),
+            untold: Vec::new(),
         };
         let rows = drafter.open(target, specs);
         drafting.rows = drafting.survive(rows);
@@ -58,14 +73,11 @@ impl Drafting {
             .map_or_else(Vec::new, |rows| rows.drafter().taps().to_vec())
     }
 
-    /// The depth for a row that asks for `wanted` (none: the drafter's own), 0 without a drafter.
-    pub fn depth(&self, wanted: Option<u32>) -> u32 {
-        self.rows.as_ref().map_or(0, |rows| {
-            let drafter = rows.drafter();
-            wanted
-                .unwrap_or(drafter.default_depth())
-                .min(drafter.max_depth())
-        })
+    /// The deepest draft that can be asked for, 0 without a drafter.
+    pub fn max_depth(&self) -> u32 {
+        self.rows
+            .as_ref()
+            .map_or(0, |rows| rows.drafter().max_depth())
     }
 
     /// Gives up on the drafter, with one warning, when a call failed.
@@ -86,6 +98,7 @@ impl Drafting {
             tracing::warn!("plugin {plugin}: {why}; going on without drafts");
         }
         self.rows = None;
+        self.untold.clear();
     }
 
     /// Runs a call on the rows, if there are any; an error ends the drafting.
@@ -99,6 +112,7 @@ impl Drafting {
         if depths.iter().all(|&depth| depth == 0) {
             return None;
         }
+        self.tell();
         let request = DraftRequest {
             depths: depths.into(),
             pending: pending.into(),
@@ -113,13 +127,54 @@ impl Drafting {
         self.call(|rows| with_advance(progress, |advance| rows.prefill(advance)));
     }
 
-    /// A round has kept these tokens.
-    pub fn commit(&mut self, progress: &Progress<'_>) {
+    /// A round has kept these tokens, after a draft or (`drafted` false) without one.
+    pub fn commit(&mut self, progress: &Progress<'_>, drafted: bool) {
+        if self.rows.is_none() {
+            return;
+        }
+        if !drafted && progress.tokens.iter().all(|tokens| tokens.len() == 1) {
+            self.untold.push(Untold {
+                tokens: progress.tokens.concat(),
+                next: progress.next.to_vec(),
+                taps: progress.taps.to_vec(),
+            });
+            if self.untold.len() < MOST_UNTOLD {
+                return;
+            }
+            return self.tell();
+        }
+        self.tell();
         self.call(|rows| with_advance(progress, |advance| rows.commit(advance)));
+    }
+
+    /// Tells the drafter of the rounds that it has not heard of.
+    fn tell(&mut self) {
+        let untold = std::mem::take(&mut self.untold);
+        let Some(last) = untold.last() else { return };
+        let tokens: Vec<Vec<i32>> = (0..last.next.len())
+            .map(|row| untold.iter().map(|round| round.tokens[row]).collect())
+            .collect();
+        let tokens: Vec<&[i32]> = tokens.iter().map(Vec::as_slice).collect();
+        let taps = (0..last.taps.len()).map(|tap| {
+            let columns: Vec<&Tensor> = untold.iter().map(|round| &round.taps[tap]).collect();
+            Tensor::concat(&columns, 1)
+        });
+        let taps = taps.collect::<Result<Vec<_>>>();
+        let Some(taps) = self.survive(taps) else {
+            return;
+        };
+        let progress = Progress {
+            tokens: &tokens,
+            next: &last.next,
+            accepted: &vec![0; tokens.len()],
+            taps: &taps,
+        };
+        self.call(|rows| with_advance(&progress, |advance| rows.commit(advance)));
     }
 
     /// Keeps the given rows.
     pub fn filter(&mut self, keep: &[u32]) {
+        self.tell();
         self.call(|rows| rows.filter(keep));
     }
 }

@@ -1,5 +1,6 @@
 //! A group of requests that decode together, row for row as each would alone.
 
+use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -13,6 +14,7 @@ use crate::model::{Model, TargetHandle};
 use crate::plugin::Drafter;
 use crate::text::Tokenizer;
 
+use super::depth::Costs;
 use super::drafting::{Drafting, Progress};
 use super::request::{Event, Finish, Request};
 use super::row::Row;
@@ -26,15 +28,17 @@ pub struct Group {
     pub(super) caches: Vec<LayerCache>,
     pub(super) rows: Vec<Row>,
     pub(super) drafting: Drafting,
+    pub(super) costs: Rc<RefCell<Costs>>,
 }
 
 impl Group {
     /// A group of valid requests (see [`Request::validate`]), each with the channel that hears of
     /// it and the flag that cancels it.
-    pub fn new(
+    pub(super) fn new(
         target: Rc<TargetHandle>,
         drafter: Option<&Rc<Drafter>>,
         tokenizer: Option<&Arc<Tokenizer>>,
+        costs: Rc<RefCell<Costs>>,
         requests: Vec<(Request, Sender<Event>, Arc<AtomicBool>)>,
     ) -> Self {
         let specs: Vec<_> = requests
@@ -52,6 +56,7 @@ impl Group {
                 Drafting::open(drafter, &target, &specs)
             }),
             rows: rows.collect(),
+            costs,
             target,
         }
     }

@@ -2,6 +2,7 @@
 //!
 //! One engine thread owns MLX and calls plugins; everything else talks to it through [`Engine`].
 
+mod depth;
 mod drafting;
 mod group;
 mod request;

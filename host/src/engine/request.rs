@@ -17,7 +17,7 @@ pub struct Request {
     pub stop_ids: Vec<i32>,
     /// Texts that end the answer (they and what follows are not delivered as text).
     pub stop: Vec<String>,
-    /// The most tokens to draft per round; none: as many as the drafter was made for.
+    /// The tokens to draft per round; none: chosen round by round, by what pays.
     pub depth: Option<u32>,
 }
 

@@ -4,6 +4,8 @@
 //! pass that would have drawn it. Leviathan et al., "Fast Inference from Transformers via
 //! Speculative Decoding" (2023), in the form where target and drafter share the random numbers.
 
+use std::time::Instant;
+
 use plugin_api::abi::BinaryOp;
 use plugin_api::layers::Step;
 use plugin_api::sampling::{self, Sampling};
@@ -11,6 +13,7 @@ use plugin_api::{DType, Result, Tensor};
 
 use super::drafting::Progress;
 use super::group::Group;
+use super::row::Row;
 use super::stats::Round;
 use crate::plugin::Draft;
 
@@ -26,15 +29,8 @@ impl Group {
     /// One round for all rows.
     pub(super) fn round(&mut self) -> Result<()> {
         let rows = self.rows.len();
-        // A draft beyond the last token that may be delivered would be wasted.
-        let depths: Vec<u32> = self
-            .rows
-            .iter()
-            .map(|row| {
-                let room = u32::try_from(row.remaining() - 1).unwrap_or(u32::MAX);
-                self.drafting.depth(row.request.depth).min(room)
-            })
-            .collect();
+        let begun = Instant::now();
+        let depths = self.depths();
         let pending: Vec<i32> = self.rows.iter().map(|row| row.pending).collect();
         let positions: Vec<u32> = self
             .rows
@@ -94,12 +90,42 @@ impl Group {
             cache.resolve(&kept)?;
         }
         if finished.iter().any(Option::is_none) {
-            self.commit(&pending, &verdicts, &kept, &pass.taps);
+            self.commit(&pending, &verdicts, &kept, &pass.taps, width > 1);
         }
         for (row, &kept) in self.rows.iter_mut().zip(&kept) {
             row.processed += kept as usize;
         }
+        if self.drafting.max_depth() > 0 {
+            for ((row, &asked), &got) in self.rows.iter_mut().zip(&depths).zip(&drafted) {
+                if asked > 0 {
+                    let accepted = row.stats.rounds.last().map_or(0, |round| round.accepted);
+                    row.acceptance.record(got as usize, accepted);
+                }
+            }
+            let depth = drafted.iter().copied().max().unwrap_or(0);
+            self.costs.borrow_mut().record(rows, depth, begun.elapsed());
+        }
         self.drop_finished(&finished)
+    }
+
+    /// How much to draft for each row.
+    fn depths(&self) -> Vec<u32> {
+        let most = self.drafting.max_depth();
+        if most == 0 {
+            return vec![0; self.rows.len()];
+        }
+        let chosen = if self.rows.iter().any(|row| row.request.depth.is_none()) {
+            let acceptance: Vec<_> = self.rows.iter().map(|row| &row.acceptance).collect();
+            self.costs.borrow_mut().choose(&acceptance, most)
+        } else {
+            0
+        };
+        let depth = |row: &Row| {
+            // A draft beyond the last token that may be delivered would be wasted.
+            let room = u32::try_from(row.remaining() - 1).unwrap_or(u32::MAX);
+            row.request.depth.unwrap_or(chosen).min(most).min(room)
+        };
+        self.rows.iter().map(depth).collect()
     }
 
     /// `[pending, drafts…]` per row, `[B, 1 + W]`.
@@ -118,7 +144,14 @@ impl Group {
     }
 
     /// Tells the drafter what was kept: `[pending, tokens…]` per row, without the new pending one.
-    fn commit(&mut self, pending: &[i32], verdicts: &[Verdict], kept: &[i32], taps: &[Tensor]) {
+    fn commit(
+        &mut self,
+        pending: &[i32],
+        verdicts: &[Verdict],
+        kept: &[i32],
+        taps: &[Tensor],
+        drafted: bool,
+    ) {
         let mut tokens = Vec::with_capacity(kept.len());
         let mut next = Vec::with_capacity(kept.len());
         let mut accepted = Vec::with_capacity(kept.len());
@@ -131,12 +164,13 @@ impl Group {
             accepted.push(kept as u32 - 1);
         }
         let tokens: Vec<&[i32]> = tokens.iter().map(Vec::as_slice).collect();
-        self.drafting.commit(&Progress {
+        let progress = Progress {
             tokens: &tokens,
             next: &next,
             accepted: &accepted,
             taps,
-        });
+        };
+        self.drafting.commit(&progress, drafted);
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use crate::text::{TextStream, Tokenizer};
 
+use super::depth::Acceptance;
 use super::request::{Answer, Event, Finish, Request, Token};
 use super::stats::Stats;
 
@@ -18,6 +19,7 @@ pub(super) struct Row {
     pub processed: usize,
     /// The last delivered token, which the target has not processed yet.
     pub pending: i32,
+    pub acceptance: Acceptance,
     stream: Option<TextStream>,
     events: Sender<Event>,
     cancel: Arc<AtomicBool>,
@@ -51,6 +53,7 @@ impl Row {
             stats,
             processed: 0,
             pending: 0,
+            acceptance: Acceptance::default(),
             events,
             cancel,
             started: Instant::now(),

@@ -1,5 +1,7 @@
 //! The engine thread and the handle to it.
 
+use std::cell::RefCell;
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,6 +11,7 @@ use std::time::Duration;
 
 use plugin_api::TargetFacts;
 
+use super::depth::Costs;
 use super::group::Group;
 use super::request::{Event, Request, RequestError};
 use crate::backend;
@@ -26,6 +29,8 @@ pub struct EngineConfig {
     pub tokenizer: Option<Arc<Tokenizer>>,
     /// The drafter.
     pub drafter: Option<DrafterSource>,
+    /// Where to keep from run to run what rounds cost, by which depths are chosen.
+    pub costs: Option<PathBuf>,
 }
 
 /// The engine cannot be used.
@@ -224,14 +229,19 @@ fn serve(
     if report.send(Ok(ready)).is_err() {
         return;
     }
+    let costs = Rc::new(RefCell::new(Costs::load(config.costs)));
     while let Ok(submissions) = inbox.recv() {
         let group = Group::new(
             target.clone(),
             drafter.as_ref(),
             config.tokenizer.as_ref(),
+            costs.clone(),
             submissions,
         );
         group.run();
+        if drafter.is_some() {
+            costs.borrow().save();
+        }
     }
 }
 

@@ -1,15 +1,20 @@
 //! The thread pool of the kernels: one per process, as many threads as the machine has cores.
 //!
-//! A kernel call is a number of pieces that threads take in turn. Between calls the threads wait a
-//! few microseconds for the next one, as a decoding step makes hundreds of calls, then sleep.
+//! A kernel call is a number of pieces that threads take in turn. A decoding step makes a hundred
+//! calls, and a thread that sleeps takes longer to wake up than most of them last: so between calls
+//! the threads watch for the next one for about two milliseconds, and sleep only then.
 
 use std::num::NonZero;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
+use std::time::{Duration, Instant};
 
-/// How often an idle thread looks for work before it sleeps: about 20 microseconds.
-const SPINS: u32 = 2_000;
+/// How long an idle thread looks for work before it sleeps.
+const PATIENCE: Duration = Duration::from_millis(2);
+
+/// How often it looks between two glances at the clock.
+const LOOKS: u32 = 256;
 
 /// One call: its pieces, to be taken in turn.
 #[derive(Clone, Copy)]
@@ -19,13 +24,18 @@ struct Job {
     pieces: usize,
 }
 
+/// On a cache line of its own.
+#[derive(Default)]
+#[repr(align(64))]
+struct Next(AtomicUsize);
+
 struct Pool {
     /// Grows by one with every job: workers look for work when it has changed.
     epoch: AtomicUsize,
     /// The current job; none between calls. Who takes it counts in `active`, under this lock.
     job: Mutex<Option<Job>>,
-    /// The next piece.
-    next: AtomicUsize,
+    /// The next piece of every thread's own range.
+    next: Vec<Next>,
     /// Workers that are inside the current job.
     active: AtomicUsize,
     workers: OnceLock<Vec<Thread>>,
@@ -56,7 +66,7 @@ fn pool() -> &'static Pool {
     let pool = POOL.get_or_init(|| Pool {
         epoch: AtomicUsize::new(0),
         job: Mutex::new(None),
-        next: AtomicUsize::new(0),
+        next: (0..threads()).map(|_| Next::default()).collect(),
         active: AtomicUsize::new(0),
         workers: OnceLock::new(),
         turn: Mutex::new(()),
@@ -66,7 +76,7 @@ fn pool() -> &'static Pool {
             .filter_map(|index| {
                 let worker = std::thread::Builder::new()
                     .name(format!("kernel-{index}"))
-                    .spawn(move || work(pool));
+                    .spawn(move || work(pool, index));
                 worker.ok().map(|handle| handle.thread().clone())
             })
             .collect()
@@ -90,20 +100,22 @@ pub fn run(pieces: usize, body: impl Fn(usize) + Sync) {
     let erased: *const (dyn Fn(usize) + Sync) = unsafe {
         std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(erased)
     };
-    pool.next.store(0, Ordering::Relaxed);
+    for (thread, next) in pool.next.iter().enumerate() {
+        next.0.store(range(thread, pieces).start, Ordering::Relaxed);
+    }
     *pool.job.lock().unwrap_or_else(PoisonError::into_inner) = Some(Job {
         body: erased,
         pieces,
     });
     pool.epoch.fetch_add(1, Ordering::Release);
     workers.iter().for_each(Thread::unpark);
-    take_pieces(pool, &body, pieces);
+    take_pieces(pool, 0, &body, pieces);
     // A worker that wakes up only now finds nothing, and nobody waits for it.
     *pool.job.lock().unwrap_or_else(PoisonError::into_inner) = None;
     let mut spins = 0u32;
     while pool.active.load(Ordering::Acquire) != 0 {
-        spins += 1;
-        if spins < SPINS {
+        spins = spins.saturating_add(1);
+        if spins < 8 * LOOKS {
             std::hint::spin_loop();
         } else {
             // Fewer cores than threads: let the others finish.
@@ -112,31 +124,42 @@ pub fn run(pieces: usize, body: impl Fn(usize) + Sync) {
     }
 }
 
-fn take_pieces(pool: &Pool, body: &(dyn Fn(usize) + Sync), pieces: usize) {
-    loop {
-        let piece = pool.next.fetch_add(1, Ordering::Relaxed);
-        if piece >= pieces {
-            return;
+/// The pieces that a thread takes first: next to each other, as what they read often is.
+fn range(thread: usize, pieces: usize) -> std::ops::Range<usize> {
+    let of = |thread| thread * pieces / threads();
+    of(thread)..of(thread + 1)
+}
+
+/// Runs pieces of this thread's range, then what others have left of theirs.
+fn take_pieces(pool: &Pool, thread: usize, body: &(dyn Fn(usize) + Sync), pieces: usize) {
+    for other in 0..threads() {
+        let from = (thread + other) % threads();
+        let end = range(from, pieces).end;
+        loop {
+            let piece = pool.next[from].0.fetch_add(1, Ordering::Relaxed);
+            if piece >= end {
+                break;
+            }
+            body(piece);
         }
-        body(piece);
     }
 }
 
 /// A worker's life.
-fn work(pool: &'static Pool) {
+fn work(pool: &'static Pool, thread: usize) {
     let mut seen = 0;
     loop {
-        let mut spins = 0u32;
+        let (mut looks, mut idle_since) = (0u32, None);
         loop {
             let epoch = pool.epoch.load(Ordering::Acquire);
             if epoch != seen {
                 seen = epoch;
                 break;
             }
-            spins += 1;
-            if spins < SPINS {
+            looks = looks.wrapping_add(1);
+            if looks % LOOKS != 0 {
                 std::hint::spin_loop();
-            } else {
+            } else if idle_since.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
                 std::thread::park();
             }
         }
@@ -154,7 +177,7 @@ fn work(pool: &'static Pool) {
         let body = unsafe { &*body };
         // A panic must not leave the caller waiting: what it ends is the process.
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            take_pieces(pool, body, pieces);
+            take_pieces(pool, thread, body, pieces);
         }));
         if outcome.is_err() {
             std::process::abort();

@@ -69,6 +69,13 @@ class Kernel : public mx::Primitive {
         strided_(strided) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    // Every output holds the inputs. Those of the one that is being computed suffice, and only if
+    // nobody else holds an input can its buffer be taken over.
+    for (auto& output : outputs) {
+      if (&output.inputs() != &inputs) {
+        output.inputs().clear();
+      }
+    }
     auto& encoder = mx::cpu::get_command_encoder(stream());
     std::vector<const void*> in;
     std::vector<void*> out;

@@ -9,7 +9,7 @@ use super::activations::{BLOCK_BYTES, Band, LANES};
 use super::integer::Tile;
 
 /// How far ahead of the weights in use memory is asked for those that follow.
-const AHEAD: usize = 1024;
+const AHEAD: usize = 2048;
 
 /// The loops with one way, `$dot`, to add the products of pairs of 16-bit numbers to sums.
 macro_rules! loops {
@@ -78,12 +78,23 @@ macro_rules! loops {
                     let scales = tile.scales.as_ptr().add(output * parts);
                     let weights = tile.bytes.as_ptr().add(output * row_bytes).cast::<i8>();
                     let whole = row_bytes / BLOCK_BYTES;
-                    for at in 0..whole {
+                    let pairs = whole / 2;
+                    for at in (0..2 * pairs).step_by(2) {
                         let from = weights.add(at * BLOCK_BYTES);
                         _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD));
+                        let scales = of_blocks::<BITS>(scales.add(at * 2 / per_block));
+                        for (block, scale) in scales.into_iter().enumerate() {
+                            let weights = unpacked::<BITS>(load(from.add(block * BLOCK_BYTES)));
+                            let values = x.values.as_ptr().add((at + block) * M * width);
+                            add_block::<BITS, M>(weights, scale, values, &mut sums);
+                        }
+                    }
+                    if whole % 2 != 0 {
+                        let at = whole - 1;
+                        let weights = unpacked::<BITS>(load(weights.add(at * BLOCK_BYTES)));
                         let scale = of_block::<BITS>(scales.add(at * 2 / per_block));
                         let values = x.values.as_ptr().add(at * M * width);
-                        block::<BITS, M>(unpacked::<BITS>(load(from)), scale, values, &mut sums);
+                        add_block::<BITS, M>(weights, scale, values, &mut sums);
                     }
                     if row_bytes % BLOCK_BYTES != 0 {
                         // Half a block; the activations of the other half are zero.
@@ -91,7 +102,7 @@ macro_rules! loops {
                         let half = unpacked::<BITS>(_mm256_zextsi128_si256(half));
                         let scale = _mm256_set1_ps(*scales.add(whole * 2 / per_block));
                         let values = x.values.as_ptr().add(whole * M * width);
-                        block::<BITS, M>(half, scale, values, &mut sums);
+                        add_block::<BITS, M>(half, scale, values, &mut sums);
                     }
                 }
                 sums
@@ -103,7 +114,7 @@ macro_rules! loops {
             /// M rows of a block of activations lie behind `values`.
             #[target_feature(enable = $features)]
             #[inline]
-            unsafe fn block<const BITS: usize, const M: usize>(
+            unsafe fn add_block<const BITS: usize, const M: usize>(
                 weights: [__m256i; 4],
                 scale: __m256,
                 values: *const i16,
@@ -173,6 +184,28 @@ unsafe fn of_block<const BITS: usize>(scales: *const f32) -> __m256 {
     }
 }
 
+/// The scales of two blocks.
+///
+/// # Safety
+/// Twice as many numbers lie behind the pointer as for one.
+#[target_feature(enable = "avx2")]
+#[inline]
+unsafe fn of_blocks<const BITS: usize>(scales: *const f32) -> [__m256; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if BITS == 4 {
+            let four = _mm_loadu_ps(scales);
+            let four = _mm256_set_m128(four, four);
+            [
+                _mm256_permutevar_ps(four, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)),
+                _mm256_permutevar_ps(four, _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3)),
+            ]
+        } else {
+            [_mm256_set1_ps(*scales), _mm256_set1_ps(*scales.add(1))]
+        }
+    }
+}
+
 /// Which of eight lanes are the first `count`.
 #[target_feature(enable = "avx2")]
 #[inline]
@@ -203,7 +236,7 @@ fn totals(x: [__m256; 8]) -> __m256 {
     _mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
 }
 
-/// `from`, widened.
+/// `from`, widened. Asks memory for as many numbers after them.
 ///
 /// # Panics
 /// The lengths differ.
@@ -219,8 +252,13 @@ pub fn widen(from: &[f16], to: &mut [f32]) {
             _mm256_storeu_ps(to.as_mut_ptr(), _mm256_cvtph_ps(narrow));
         }
     };
-    for (from, to) in from.iter().zip(to) {
-        eight(from, to);
+    for (eight_from, to) in from.iter().zip(to) {
+        eight(eight_from, to);
+        let next = eight_from.as_ptr().wrapping_add(8 * from.len());
+        _mm_prefetch::<_MM_HINT_T0>(next.cast());
+    }
+    if last.is_empty() {
+        return;
     }
     let (mut narrow, mut wide) = ([f16::ZERO; 8], [0.0; 8]);
     narrow[..last.len()].copy_from_slice(last);
