@@ -1,6 +1,8 @@
 //! What the CPU kernels cost: a quantized product at the sizes of small and middling models, by rows.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use mlxhost::kernels::matrix::Matrix;
+use mlxhost::kernels::project::Project;
 use mlxhost::kernels::quantized::{QuantizedMatrix, Scales};
 
 fn quantized(c: &mut Criterion) {
@@ -18,12 +20,24 @@ fn quantized(c: &mut Criterion) {
         };
         let mut group = c.benchmark_group(format!("4-bit {outputs}x{inputs}"));
         group.throughput(Throughput::Elements((outputs * inputs) as u64));
-        for rows in [1, 2, 4, 8, 16, 64] {
-            let x = vec![0.5f32; rows * inputs];
-            let mut y = vec![0.0f32; rows * outputs];
-            group.bench_function(BenchmarkId::from_parameter(rows), |b| {
-                b.iter(|| matrix.multiply(&x, &mut y));
-            });
+        for (name, exact) in [("16-bit activations", false), ("exact", true)] {
+            for rows in [1, 2, 4, 8, 16, 64] {
+                let x = vec![0.5f32; rows * inputs];
+                let mut y = vec![0.0f32; rows * outputs];
+                let project = Project {
+                    x: &x,
+                    inputs,
+                    norm: None,
+                    matrices: &[Matrix::Quantized(matrix)],
+                    offsets: &[None],
+                    gate: None,
+                    residual: None,
+                    exact,
+                };
+                group.bench_function(BenchmarkId::new(name, rows), |b| {
+                    b.iter(|| project.run(&mut [&mut y]));
+                });
+            }
         }
     }
 }

@@ -112,6 +112,11 @@ pub fn command(args: &[&str]) -> Command {
         .args(args)
         .env_remove("MLXHOST_PLUGIN_PATH")
         .env_remove("MLXHOST_LOG")
+        // What is remembered there decides nothing but speed; still, it is the user's.
+        .env(
+            "MLXHOST_CACHE_DIR",
+            std::env::temp_dir().join("mlxhost-tests"),
+        )
         .stdin(std::process::Stdio::null());
     command
 }

@@ -49,7 +49,15 @@ fn the_json_object_has_the_documented_keys_and_the_streamed_text() {
 #[test]
 fn statistics_tell_what_was_drafted_and_accepted() {
     let (target, drafted) = target_and_drafter();
-    let answer = ["--prompt", "hello", "--max-tokens", "24", "--stats"];
+    let answer = [
+        "--prompt",
+        "hello",
+        "--max-tokens",
+        "24",
+        "--stats",
+        "--depth",
+        "3",
+    ];
     let output = run(&with(&drafted, &answer));
     let stats = stderr(&output);
     for said in [

@@ -37,6 +37,8 @@ fn hostile(target: &str, behave: &str, after: u32, more: &[&str]) -> Output {
         &behave,
         "--drafter-option",
         &after,
+        "--depth",
+        "2",
     ];
     answer(target, &[&args, more].concat())
 }

@@ -264,8 +264,10 @@ fn ctrl_c_ends_the_answer_and_leaves_nothing_behind() {
     assert!(said.contains("target passes"), "no statistics: {said}");
     assert_plain(&said);
     for place in &places {
-        let left: Vec<_> = std::fs::read_dir(place.path()).unwrap().collect();
-        assert!(left.is_empty(), "{left:?}");
+        // What rounds cost may be remembered.
+        let mut left = std::fs::read_dir(place.path()).unwrap();
+        let other = left.find(|entry| entry.as_ref().unwrap().file_name() != "costs");
+        assert!(other.is_none(), "{other:?}");
     }
 }
 

@@ -85,8 +85,9 @@ pub fn install() {
     api();
 }
 
-/// While it lives, this thread may have work in the air; its end waits for that. The end of the process
-/// takes from MLX's threads what they work with.
+/// While it lives, this thread may have work in the air; its end waits for that, as the end of the
+/// process takes from MLX's threads what they work with. To be made after the first op: before, MLX
+/// has no stream here and the binding no way to hear of that.
 pub(crate) struct Finish;
 
 impl Drop for Finish {

@@ -80,6 +80,18 @@ impl Drafting {
             .map_or(0, |rows| rows.drafter().max_depth())
     }
 
+    /// The deepest draft that is worth a try: drafters are made for some depth.
+    pub fn sensible_depth(&self) -> u32 {
+        self.rows.as_ref().map_or(0, |rows| {
+            let drafter = rows.drafter();
+            drafter
+                .default_depth()
+                .saturating_mul(2)
+                .max(4)
+                .min(drafter.max_depth())
+        })
+    }
+
     /// Gives up on the drafter, with one warning, when a call failed.
     fn survive<T>(&mut self, outcome: Result<T>) -> Option<T> {
         match outcome {

@@ -116,7 +116,8 @@ impl Group {
         }
         let chosen = if self.rows.iter().any(|row| row.request.depth.is_none()) {
             let acceptance: Vec<_> = self.rows.iter().map(|row| &row.acceptance).collect();
-            self.costs.borrow_mut().choose(&acceptance, most)
+            let limit = self.drafting.sensible_depth();
+            self.costs.borrow_mut().choose(&acceptance, limit)
         } else {
             0
         };

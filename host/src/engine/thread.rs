@@ -209,8 +209,6 @@ fn serve(
     inbox: &Receiver<Vec<Submission>>,
 ) {
     backend::install();
-    // Declared first, so that it goes last.
-    let _finish = backend::Finish;
     let loaded = backend::on_weights_read(progress, || load(&config));
     let (target, drafter) = match loaded {
         Ok(loaded) => loaded,
@@ -229,6 +227,7 @@ fn serve(
     if report.send(Ok(ready)).is_err() {
         return;
     }
+    let _finish = backend::Finish;
     let costs = Rc::new(RefCell::new(Costs::load(config.costs)));
     while let Ok(submissions) = inbox.recv() {
         let group = Group::new(

@@ -238,8 +238,8 @@ pub struct DraftReply {
 /// The table of a group of rows. Since 1.0.
 ///
 /// Order of calls: `prefill` one or more times until the prompt is processed, then rounds of
-/// `draft` and `commit`. A round in which the host asks for no draft has a `commit` alone. After a
-/// fault the group is only dropped.
+/// `draft` and `commit`. Rounds in which the host asks for no draft have a `commit` alone, one for
+/// each or one for several of them. After a fault the group is only dropped.
 #[repr(C)]
 #[derive(StableAbi)]
 #[sabi(kind(Prefix(prefix_ref = DraftRowsRef)))]

@@ -160,7 +160,7 @@ pub fn lanes<const M: usize>(tile: &Tile<'_>, x: Band<'_>, out: &mut [f32]) {
             bytes[..weights.len()].copy_from_slice(weights);
             for (row, sums) in sums.iter_mut().enumerate() {
                 let values = &x.values[(at * M + row) * width..][..width];
-                for lane in 0..LANES {
+                for (lane, sum) in sums.iter_mut().enumerate() {
                     let mut dot = 0i32;
                     for word in 2 * lane..2 * lane + 2 {
                         let packed = u16::from_le_bytes([bytes[2 * word], bytes[2 * word + 1]]);
@@ -172,7 +172,7 @@ pub fn lanes<const M: usize>(tile: &Tile<'_>, x: Band<'_>, out: &mut [f32]) {
                     // Beyond the inputs there is nothing to scale.
                     let part = (at * width + lane * width / LANES) / PART;
                     let scale = scales.get(part).copied().unwrap_or(0.0);
-                    sums[lane] = fma(dot as f32, scale, sums[lane]);
+                    *sum = fma(dot as f32, scale, *sum);
                 }
             }
         }
