@@ -1,6 +1,7 @@
 //! What the boundary costs: one op call, and decoding through a plugin against the same drafter
 //! linked into the program.
 
+use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 use criterion::{Criterion, criterion_group, criterion_main};
 use mlxhost::backend;
 use mlxhost::checkpoint::Checkpoint;
-use mlxhost::engine::{Event, Group, Request};
+use mlxhost::engine::{Costs, Event, Group, Request};
 use mlxhost::model::{Model, TargetHandle};
 use mlxhost::plugin::{Drafter, DrafterSource, Library, PluginFile};
 use mlxhost_tests::{checkpoint, plugin};
@@ -34,11 +35,12 @@ fn decode(target: &Rc<TargetHandle>, drafter: &Rc<Drafter>) -> Duration {
         max_tokens: 48,
         stop_ids: Vec::new(),
         stop: Vec::new(),
-        depth: None,
+        depth: Some(3),
     };
     let requests = vec![(request, events, Arc::new(AtomicBool::new(false)))];
     let started = Instant::now();
-    Group::new(target.clone(), Some(drafter), None, requests).run();
+    let costs = Rc::new(RefCell::new(Costs::load(None)));
+    Group::new(target.clone(), Some(drafter), None, costs, requests).run();
     let took = started.elapsed();
     let done = inbox.iter().any(|event| matches!(event, Event::Done(_)));
     assert!(done, "the answer is complete");

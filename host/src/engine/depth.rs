@@ -26,7 +26,7 @@ const FADE: f64 = 0.95;
 
 /// How often the drafts of a request were accepted lately.
 #[derive(Clone, Default)]
-pub(super) struct Acceptance {
+pub struct Acceptance {
     /// Per position: tried and accepted, fading.
     positions: Vec<(f64, f64)>,
     /// Rounds that asked for a draft, and those that got one.
@@ -72,7 +72,7 @@ impl Acceptance {
 }
 
 /// What rounds cost, by the number of rows and the depth. One per engine.
-pub(super) struct Costs {
+pub struct Costs {
     known: BTreeMap<(usize, u32), Time>,
     /// Rounds until the next trial, and after it.
     until_trial: u32,
@@ -126,7 +126,9 @@ impl Costs {
 
     /// Writes what is known, if there is a place for it. Losing it does no harm.
     pub fn save(&self) {
-        let Some(file) = &self.file else { return };
+        let Some(file) = self.file.as_ref().filter(|_| !self.known.is_empty()) else {
+            return;
+        };
         let saved: Vec<Saved> = self
             .known
             .iter()

@@ -34,7 +34,7 @@ pub struct Group {
 impl Group {
     /// A group of valid requests (see [`Request::validate`]), each with the channel that hears of
     /// it and the flag that cancels it.
-    pub(super) fn new(
+    pub fn new(
         target: Rc<TargetHandle>,
         drafter: Option<&Rc<Drafter>>,
         tokenizer: Option<&Arc<Tokenizer>>,

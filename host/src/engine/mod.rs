@@ -11,6 +11,7 @@ mod row;
 mod stats;
 mod thread;
 
+pub use depth::Costs;
 pub use group::Group;
 pub use request::{Answer, Event, Finish, Request, RequestError, Token};
 pub use stats::{Round, Stats};
