@@ -48,7 +48,8 @@ pub fn request(prompt: &[i32], max_tokens: usize) -> Request {
         max_tokens,
         stop_ids: Vec::new(),
         stop: Vec::new(),
-        depth: None,
+        // Fixed: the depth that a host chooses depends on what else the machine does.
+        depth: Some(4),
     }
 }
 

@@ -6,7 +6,7 @@ use mlxhost_tests::{command, run, run_json};
 #[test]
 fn the_json_object_has_the_documented_keys_and_the_streamed_text() {
     let (target, drafted) = target_and_drafter();
-    let answer = ["--prompt", "hello", "--max-tokens", "24"];
+    let answer = ["--prompt", "hello", "--max-tokens", "24", "--depth", "3"];
     let object = run_json(&with(&drafted, &answer));
     let keys: Vec<_> = object
         .as_object()
@@ -83,7 +83,7 @@ fn statistics_tell_what_was_drafted_and_accepted() {
 #[test]
 fn drafted_tokens_are_green_unless_colours_are_unwanted() {
     let (_, drafted) = target_and_drafter();
-    let answer = ["--prompt", "hello", "--max-tokens", "24"];
+    let answer = ["--prompt", "hello", "--max-tokens", "24", "--depth", "3"];
     let plain = text(&run(&with(&drafted, &answer)));
     let args = with(&drafted, &[&answer[..], &["--show-drafts"]].concat());
     let shown = text(&run(&args));

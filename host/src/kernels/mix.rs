@@ -1,7 +1,13 @@
 //! The inner loops of attention: scores, softmax and the mix of values, for the queries that share a
 //! key head.
 
-use super::lanes::{Float, LANES, exp_negative, total};
+use super::lanes::{Float, exp_negative};
+
+/// Keys, or values, that all queries pass over together.
+const TILE: usize = 64;
+
+/// Dimensions of a sum that fit registers.
+const PART: usize = 32;
 
 /// Keys and values of one head, column by column.
 #[derive(Clone, Copy)]
@@ -34,7 +40,7 @@ impl Scratch {
             queries: vec![0.0; queries * dim],
             scores: Vec::new(),
             sums: vec![0.0; queries * dim],
-            wide: vec![0.0; dim],
+            wide: Vec::new(),
         }
     }
 
@@ -101,26 +107,54 @@ impl Scratch {
         self.scores.clear();
         self.scores.resize(queries * keys, f32::NEG_INFINITY);
         self.sums.fill(0.0);
-        for (at, s) in span.clone().enumerate() {
-            let key = &head.keys[s * head.strides[0]..][..dim];
-            let key = widened(key, &mut self.wide);
+        // A tile of keys, then of values, stays near while all queries pass over it.
+        for first in span.clone().step_by(TILE) {
+            let tile = first..(first + TILE).min(span.end);
+            let (tile_keys, stride) = widened(
+                head.keys,
+                head.strides[0],
+                tile.clone(),
+                dim,
+                &mut self.wide,
+            );
             for (index, query) in self.queries.chunks_exact(dim).enumerate() {
-                if sees(index, s) {
-                    self.scores[index * keys + at] = dot(query, key, fma);
+                let scores = &mut self.scores[index * keys + first - span.start..];
+                for ((s, score), key) in tile.clone().zip(scores).zip(tile_keys.chunks(stride)) {
+                    if sees(index, s) {
+                        *score = dot(query, &key[..dim], fma);
+                    }
                 }
             }
         }
         for scores in self.scores.chunks_exact_mut(keys.max(1)) {
             softmax(scores);
         }
-        for (at, s) in span.enumerate() {
-            let value = &head.values[s * head.strides[1]..][..dim];
-            let value = widened(value, &mut self.wide);
+        for first in span.clone().step_by(TILE) {
+            let tile = first..(first + TILE).min(span.end);
+            let count = tile.len();
+            let (values, stride) = widened(head.values, head.strides[1], tile, dim, &mut self.wide);
             for (index, sums) in self.sums.chunks_exact_mut(dim).enumerate() {
-                let share = self.scores[index * keys + at];
-                if share != 0.0 {
-                    for (sum, x) in sums.iter_mut().zip(value) {
-                        *sum = fma(share, *x, *sum);
+                let shares = &self.scores[index * keys + first - span.start..][..count];
+                let (parts, rest) = sums.as_chunks_mut::<PART>();
+                for (part, sums) in parts.iter_mut().enumerate() {
+                    // In registers from the first key of the tile to the last.
+                    let mut own = *sums;
+                    for (share, value) in shares.iter().zip(values.chunks(stride)) {
+                        if *share != 0.0 {
+                            let value = &value[part * PART..][..PART];
+                            for i in 0..PART {
+                                own[i] = fma(*share, value[i], own[i]);
+                            }
+                        }
+                    }
+                    *sums = own;
+                }
+                let at = dim - rest.len();
+                for (share, value) in shares.iter().zip(values.chunks(stride)) {
+                    if *share != 0.0 {
+                        for (sum, x) in rest.iter_mut().zip(&value[at..dim]) {
+                            *sum = fma(*share, *x, *sum);
+                        }
                     }
                 }
             }
@@ -128,31 +162,41 @@ impl Scratch {
     }
 }
 
+/// Some columns in single precision, and the elements from one to the next.
 #[inline(always)]
-fn widened<'a, T: Float>(from: &'a [T], to: &'a mut [f32]) -> &'a [f32] {
+fn widened<'a, T: Float>(
+    from: &'a [T],
+    stride: usize,
+    columns: std::ops::Range<usize>,
+    dim: usize,
+    to: &'a mut Vec<f32>,
+) -> (&'a [f32], usize) {
     if let Some(wide) = T::as_f32(from) {
-        return wide;
+        let end = ((columns.end - 1) * stride + dim).max(columns.start * stride);
+        return (&wide[columns.start * stride..end], stride);
     }
-    for (to, x) in to.iter_mut().zip(from) {
-        *to = x.wide();
+    to.clear();
+    for column in columns {
+        to.extend(from[column * stride..][..dim].iter().map(|x| x.wide()));
     }
-    to
+    (to, dim)
 }
 
 #[inline(always)]
 fn dot(a: &[f32], b: &[f32], fma: impl Fn(f32, f32, f32) -> f32) -> f32 {
-    let mut lanes = [0.0; LANES];
-    let (a_blocks, a_rest) = a.as_chunks::<LANES>();
-    let (b_blocks, b_rest) = b.as_chunks::<LANES>();
+    let mut lanes = [0.0; 8];
+    let (a_blocks, a_rest) = a.as_chunks::<8>();
+    let (b_blocks, b_rest) = b.as_chunks::<8>();
     for (a, b) in a_blocks.iter().zip(b_blocks) {
-        for i in 0..LANES {
+        for i in 0..8 {
             lanes[i] = fma(a[i], b[i], lanes[i]);
         }
     }
     for (lane, (a, b)) in lanes.iter_mut().zip(a_rest.iter().zip(b_rest)) {
         *lane += a * b;
     }
-    total(lanes)
+    let [a, b, c, d, e, f, g, h] = lanes;
+    ((a + e) + (c + g)) + ((b + f) + (d + h))
 }
 
 /// In place; a query that sees nothing gets zeros.
