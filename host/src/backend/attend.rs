@@ -6,9 +6,9 @@ use mlx_rs::fast::{self, ScaledDotProductAttentionMask};
 use mlx_rs::{Array, ops as mlx};
 use plugin_api::abi::{self, RawTensor};
 
-use super::handle::{Explain, Lent, OpResult, lent, lent_opt, run};
+use super::handle::{Explain, Lent, OpResult, lent, lent_opt, ops};
 use super::native;
-use super::ops::{into_raws, slice_array, slice_update_array};
+use super::ops::{slice_array, slice_update_array};
 
 /// The arguments of a call, as arrays.
 pub(super) struct SelfAttention {
@@ -184,13 +184,11 @@ impl SelfAttention {
 }
 
 pub(super) extern "C" fn attend(args: &abi::Attend<'_>) -> RVec<RawTensor> {
-    run(|| {
+    ops(|| {
         let attention = SelfAttention::new(args)?;
         match native::attend(&attention) {
             Some(mixed) => mixed,
             None => attention.by_mlx(),
         }
     })
-    .map(into_raws)
-    .unwrap_or_default()
 }

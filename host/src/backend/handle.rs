@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::mem::ManuallyDrop;
 
-use abi_stable::std_types::RString;
+use abi_stable::std_types::{RString, RVec};
 use mlx_rs::{Array, Dtype};
 use plugin_api::abi::{DType, RawTensor};
 use plugin_api::guard;
@@ -86,6 +86,12 @@ pub fn fail_with(message: &str) -> RawTensor {
 /// [`run`] for a slot that returns a tensor.
 pub(super) fn op(body: impl FnOnce() -> OpResult<Array>) -> RawTensor {
     run(body).map_or(RawTensor::NULL, into_raw)
+}
+
+/// [`run`] for a slot that returns several tensors, or none when it fails.
+pub(super) fn ops(body: impl FnOnce() -> OpResult<Vec<Array>>) -> RVec<RawTensor> {
+    let arrays = run(body).unwrap_or_default();
+    arrays.into_iter().map(into_raw).collect()
 }
 
 /// The slot of that name.

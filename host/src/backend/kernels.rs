@@ -5,9 +5,9 @@ use mlx_rs::fast::{self, ScaledDotProductAttentionMask};
 use mlx_rs::{Array, Dtype, ops as mlx};
 use plugin_api::abi::{AttentionMask, GatedDelta, RawTensor};
 
-use super::handle::{Explain, OpResult, lent, lent_opt, op, run};
+use super::handle::{Explain, OpResult, lent, lent_opt, op, ops};
 use super::native::{self, MaskKind};
-use super::ops::{into_raws, slice_array};
+use super::ops::slice_array;
 use crate::kernels::delta;
 
 pub(super) extern "C" fn matmul(a: RawTensor, b: RawTensor) -> RawTensor {
@@ -96,9 +96,7 @@ pub(super) extern "C" fn attention(
 }
 
 pub(super) extern "C" fn gated_delta(inputs: &GatedDelta) -> RVec<RawTensor> {
-    run(|| gated_delta_steps(inputs))
-        .map(into_raws)
-        .unwrap_or_default()
+    ops(|| gated_delta_steps(inputs))
 }
 
 /// One step at a time, as the rule is written: `T = 1` and `T = K` round alike.

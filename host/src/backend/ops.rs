@@ -4,7 +4,7 @@ use abi_stable::std_types::{RSlice, RSliceMut};
 use mlx_rs::{Array, ops as mlx};
 use plugin_api::abi::{BinaryOp, DType, MAX_RANK, RawTensor, ReduceOp, TensorInfo, UnaryOp};
 
-use super::handle::{Explain, OpResult, from_mlx, from_raw, into_raw, lent, op, run, to_mlx};
+use super::handle::{Explain, OpResult, from_mlx, from_raw, lent, op, run, to_mlx};
 
 /// The most elements a tensor may have: far beyond memory, far below overflow.
 const MAX_ELEMENTS: usize = 1 << 40;
@@ -436,9 +436,4 @@ pub(super) extern "C" fn cumsum(x: RawTensor, axis: i32) -> RawTensor {
 
 pub(super) extern "C" fn softmax(x: RawTensor, axis: i32) -> RawTensor {
     op(|| mlx::softmax_axis(&*lent(x)?, axis, true).explain())
-}
-
-/// Hands several arrays over.
-pub(super) fn into_raws(arrays: Vec<Array>) -> abi_stable::std_types::RVec<RawTensor> {
-    arrays.into_iter().map(into_raw).collect()
 }

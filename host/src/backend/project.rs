@@ -4,9 +4,9 @@ use abi_stable::std_types::RVec;
 use mlx_rs::{Array, fast, ops as mlx};
 use plugin_api::abi::{self, RawMatrix, RawTensor, UnaryOp};
 
-use super::handle::{Explain, Lent, OpResult, lent, lent_opt, run};
+use super::handle::{Explain, Lent, OpResult, lent, lent_opt, ops};
 use super::native;
-use super::ops::{gelu_tanh, into_raws};
+use super::ops::gelu_tanh;
 use crate::kernels::rows::Gate;
 
 /// Packed weights' scales.
@@ -131,13 +131,11 @@ impl Projection {
 }
 
 pub(super) extern "C" fn project(args: &abi::Projection<'_>) -> RVec<RawTensor> {
-    run(|| {
+    ops(|| {
         let projection = Projection::new(args)?;
         match native::project(&projection) {
             Some(products) => products,
             None => projection.by_mlx(),
         }
     })
-    .map(into_raws)
-    .unwrap_or_default()
 }

@@ -64,6 +64,16 @@ pub fn total(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
+/// `a * b + c`, fused where that is an instruction.
+#[inline(always)]
+pub fn fma(a: f32, b: f32, c: f32) -> f32 {
+    if cfg!(target_arch = "aarch64") {
+        a.mul_add(b, c)
+    } else {
+        a * b + c
+    }
+}
+
 /// `sum a[i] b[i]`.
 #[inline(always)]
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {

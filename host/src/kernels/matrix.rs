@@ -33,7 +33,6 @@ pub enum Matrix<'a> {
 
 /// Rows to multiply with: as they are, and rounded for the kinds of matrices that want it.
 pub struct Input<'a> {
-    rows: usize,
     inputs: usize,
     exact: &'a [f32],
     /// For weights of 4 and 8 bits.
@@ -46,8 +45,7 @@ impl<'a> Input<'a> {
     /// # Panics
     /// The lengths do not fit.
     pub fn new(x: &'a [f32], inputs: usize, matrices: &[Matrix<'_>], exact: bool) -> Self {
-        let rows = x.len() / inputs;
-        assert_eq!(x.len(), rows * inputs);
+        assert!(x.len().is_multiple_of(inputs));
         let rounded = [4, 8].map(|bits| {
             let wants = |matrix: &Matrix<'_>| match matrix {
                 Matrix::Quantized(matrix) => matrix.bits == bits,
@@ -57,16 +55,10 @@ impl<'a> Input<'a> {
             needed.then(|| Activations::quantize(x, inputs, bits))
         });
         Self {
-            rows,
             inputs,
             exact: x,
             rounded,
         }
-    }
-
-    /// Number of rows.
-    pub fn rows(&self) -> usize {
-        self.rows
     }
 }
 

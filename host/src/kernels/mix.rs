@@ -1,7 +1,7 @@
 //! The inner loops of attention: scores, softmax and the mix of values, for the queries that share a
 //! key head.
 
-use super::lanes::{Float, exp_negative};
+use super::lanes::{self, Float, exp_negative};
 
 /// Keys, or values, that all queries pass over together.
 const TILE: usize = 64;
@@ -63,13 +63,7 @@ impl Scratch {
                 return unsafe { self.mix_avx2(head, span, sees) };
             }
         }
-        self.mix_lanes(head, span, sees, |a, b, c| {
-            if cfg!(target_arch = "aarch64") {
-                a.mul_add(b, c)
-            } else {
-                a * b + c
-            }
-        });
+        self.mix_lanes(head, span, sees, lanes::fma);
     }
 
     #[cfg(target_arch = "x86_64")]

@@ -6,7 +6,8 @@ use super::pool::{self, Shared};
 /// Elements below which a call stays on one thread.
 const SMALL: usize = 1 << 14;
 
-fn least_rows(width: usize) -> usize {
+/// Rows of a width that are worth a second thread.
+pub(in crate::kernels) fn least_rows(width: usize) -> usize {
     SMALL.div_ceil(width.max(1))
 }
 

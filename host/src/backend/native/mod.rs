@@ -84,6 +84,8 @@ macro_rules! by_kind {
     };
 }
 
+use by_kind;
+
 fn one(mut outputs: Vec<Array>) -> OpResult<Array> {
     outputs
         .pop()
@@ -93,7 +95,6 @@ fn one(mut outputs: Vec<Array>) -> OpResult<Array> {
 fn elements(array: &Array) -> usize {
     array.size()
 }
-use by_kind;
 
 /// The divisors of a rotary embedding with a plain base.
 fn divisors(base: f32, dims: usize) -> Vec<f32> {

@@ -5,6 +5,7 @@
 //! the largest element.
 
 use crate::kernels::pool::{self, Shared};
+use crate::kernels::rows::least_rows;
 
 /// The largest magnitude of an element.
 const MOST: f32 = 32767.0;
@@ -77,8 +78,7 @@ impl Activations {
             Shared::new(&mut scales),
             Shared::new(&mut sums),
         );
-        let least = (1usize << 14).div_ceil(ROWS * inputs);
-        pool::split(rows.div_ceil(ROWS), least, |bands| {
+        pool::split(rows.div_ceil(ROWS), least_rows(ROWS * inputs), |bands| {
             for band in bands {
                 let first = band * ROWS;
                 let count = ROWS.min(rows - first);

@@ -6,6 +6,7 @@
 
 use super::activations::{Activations, BLOCK_BYTES, Band, LANES, ROWS, STEP};
 use super::{QuantizedMatrix, Scales, TILE};
+use crate::kernels::lanes::fma;
 
 /// Inputs that share a scale and a bias here, whatever the matrix's groups are.
 const PART: usize = STEP / LANES;
@@ -127,15 +128,6 @@ fn rows<const M: usize>(tile: &Tile<'_>, x: Band<'_>, out: &mut [f32]) {
         }
     }
     lanes::<M>(tile, x, out);
-}
-
-/// `a * b + c`, fused where that is an instruction.
-fn fma(a: f32, b: f32, c: f32) -> f32 {
-    if cfg!(target_arch = "aarch64") {
-        a.mul_add(b, c)
-    } else {
-        a * b + c
-    }
 }
 
 /// Written so that compilers make vectors of it.
