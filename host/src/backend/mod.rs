@@ -16,6 +16,7 @@ use std::sync::Once;
 
 use abi_stable::prefix_type::WithMetadata;
 use abi_stable::std_types::RStr;
+use plugin_api::Tensor;
 use plugin_api::abi::{HostApi, HostApiRef, LogLevel};
 
 pub(crate) use handle::fail_with;
@@ -83,6 +84,23 @@ pub fn api() -> HostApiRef {
 /// Makes the table known to this image; `Tensor`s work from then on.
 pub fn install() {
     api();
+}
+
+/// Arranges a loaded model's weights in memory for the kernels that will read them.
+///
+/// # Errors
+/// There is no memory.
+pub(crate) fn settle(weights: &[&Tensor]) -> plugin_api::Result<()> {
+    if !native::enabled() {
+        return Ok(());
+    }
+    let arrays = weights.iter().map(|tensor| handle::lent(tensor.raw()));
+    let arrays = arrays.collect::<Result<Vec<_>, _>>();
+    let settled = arrays.and_then(|arrays| {
+        let arrays: Vec<_> = arrays.iter().map(|array| &**array).collect();
+        native::settle(&arrays)
+    });
+    settled.map_err(plugin_api::Error::failed)
 }
 
 /// While it lives, this thread may have work in the air; its end waits for that, as the end of the

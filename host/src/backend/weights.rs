@@ -98,10 +98,12 @@ pub(super) extern "C" fn checkpoint_tensor(raw: RawCheckpoint, name: RStr<'_>) -
         let tensor = tensor.map_err(|e| e.to_string())?;
         OBSERVER.with_borrow(|observer| {
             if let Some(observer) = observer {
-                observer(tensor.bytes.len() as u64);
+                observer(checkpoint.bytes_of(name.as_str()).unwrap_or(0));
             }
         });
-        array(&tensor).map_err(|problem| format!("{path}: tensor {name}: {problem}"))
+        let array = array(&tensor);
+        tensor.bytes.release();
+        array.map_err(|problem| format!("{path}: tensor {name}: {problem}"))
     })
 }
 

@@ -121,6 +121,20 @@ impl Bytes {
         })
     }
 
+    /// Says that these bytes are not needed soon, so that a file's pages do not count as memory of this
+    /// process. They can be read again.
+    pub(crate) fn release(&self) {
+        #[cfg(unix)]
+        if let Storage::Map(map) = &self.storage {
+            let (start, len) = (self.range.start, self.range.len());
+            // SAFETY: the map is read-only and of a file, from which its pages come back unchanged.
+            // Advice only: what it brings may be nothing.
+            let _ = unsafe {
+                map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, len)
+            };
+        }
+    }
+
     /// The part of these bytes at `range`; `None` when it reaches beyond them.
     pub(crate) fn slice(&self, range: Range<usize>) -> Option<Self> {
         if range.start > range.end || range.end > self.range.len() {

@@ -1,10 +1,26 @@
 //! Projections: several matrices on the same rows, with what comes before and after in the same call.
 
+use std::cell::RefCell;
+
 use super::lanes::Float;
 use super::matrix::{Input, Matrix, Scratch};
 use super::pool::{self, Shared};
 use super::quantized::TILE;
 use super::rows::{self, Gate};
+
+/// What a thread works in: memory asked for anew would cost more than a small piece of work.
+#[derive(Default)]
+struct Workplace {
+    scratch: Scratch,
+    /// `[rows, TILE]`.
+    sums: Vec<f32>,
+    /// As `sums`.
+    gate: Vec<f32>,
+}
+
+thread_local! {
+    static WORKPLACE: RefCell<Workplace> = RefCell::default();
+}
 
 /// A norm, one or more matrices, and what becomes of their products.
 pub struct Project<'a, T> {
@@ -76,10 +92,12 @@ impl<T: Float> Project<'_, T> {
         };
         let share = tiles.len().div_ceil(pieces).max(1);
         pool::run(tiles.len().div_ceil(share), |piece| {
-            let mut scratch = (Scratch::default(), vec![0.0; rows * TILE], Vec::new());
-            for &(index, first) in tiles.iter().skip(piece * share).take(share) {
-                self.tile(index, first, &input, &shared[index], &mut scratch);
-            }
+            WORKPLACE.with_borrow_mut(|place| {
+                place.sums.resize(rows * TILE, 0.0);
+                for &(index, first) in tiles.iter().skip(piece * share).take(share) {
+                    self.tile(index, first, &input, &shared[index], place);
+                }
+            });
         });
     }
 
@@ -90,8 +108,13 @@ impl<T: Float> Project<'_, T> {
         first: usize,
         x: &Input<'_>,
         out: &Shared<T>,
-        (scratch, sums, gate): &mut (Scratch, Vec<f32>, Vec<f32>),
+        place: &mut Workplace,
     ) {
+        let Workplace {
+            scratch,
+            sums,
+            gate,
+        } = place;
         let total = self.matrices[index].outputs();
         let count = TILE.min(total - first);
         self.product(index, first, x, sums, scratch);

@@ -73,6 +73,7 @@ impl Model {
         };
         let tensors = decoder.tensors();
         Tensor::eval_all(&tensors)?;
+        backend::settle(&tensors)?;
         let weight_bytes = tensors.iter().map(|t| bytes(t)).sum();
         let facts = TargetFacts {
             name,

@@ -224,8 +224,9 @@ pub struct HostApi {
     ) -> RawTensor,
     /// Causal self-attention between its projections: norms and rotation of queries and keys, the
     /// new keys and values into the cache at each row's offset, the mix, the gate. Returns the mix
-    /// `[B, T, heads * D]`, keys and values; empty on failure. The caches are written in place when
-    /// the caller gives up its own handles before they are computed.
+    /// `[B, T, heads * D]`, keys and values; empty on failure. A cache to which the caller's handle is
+    /// the only one may be written in place: use what is returned from there on, and clone the
+    /// handle before where the old content is still wanted.
     pub attend: extern "C" fn(&Attend<'_>) -> RVec<RawTensor>,
     /// The gated delta rule over `T` steps: `S *= decay; S += beta (v - S k) k^T; y = S q`.
     /// Returns `y` `[B, T, Hv, Dv]`, then the states `[B, Hv, Dv, Dk]`: the last one, or all `T`.

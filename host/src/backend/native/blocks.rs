@@ -2,35 +2,12 @@
 
 use mlx_rs::{Array, Dtype};
 
-use super::{
-    Buffers, Kernel, Kind, Output, by_kind, divisors, elements, enabled, kind, lengths, node, one,
-};
+use super::{Buffers, Output, by_kind, compute, divisors, elements, enabled, kind, lengths, one};
 use crate::backend::handle::OpResult;
 use crate::kernels::attention::{Attention, Visible};
 use crate::kernels::rows::{self, HeadShape, Rotation};
 
 // ---- norm
-
-struct RmsNorm {
-    kind: Kind,
-    len: usize,
-    width: usize,
-    weighted: bool,
-    eps: f32,
-}
-
-impl Kernel for RmsNorm {
-    unsafe fn run(&self, buffers: &Buffers<'_>) {
-        by_kind!(self.kind, T => {
-            // SAFETY: `rms_norm` checked dtypes and shapes.
-            let (x, out): (&[T], &mut [T]) =
-                unsafe { (buffers.input(0, self.len), buffers.output(0, self.len)) };
-            // SAFETY: as above.
-            let weight = self.weighted.then(|| unsafe { buffers.input::<T>(1, self.width) });
-            rows::rms_norm(x, weight, self.eps, self.width, out);
-        });
-    }
-}
 
 pub(in crate::backend) fn rms_norm(
     x: &Array,
@@ -42,32 +19,27 @@ pub(in crate::backend) fn rms_norm(
     if !enabled() || width == 0 || !weight.is_none_or(same) {
         return None;
     }
-    let kernel = RmsNorm {
-        kind: kind(x)?,
-        len: elements(x),
-        width: width as usize,
-        weighted: weight.is_some(),
-        eps,
-    };
+    let (kind, len, width) = (kind(x)?, elements(x), width as usize);
     let inputs: Vec<&Array> = [x].into_iter().chain(weight).collect();
     let output = Output {
         shape: x.shape(),
         dtype: x.dtype(),
         from: None,
     };
-    Some(node(kernel, &inputs, 0, &[output]).and_then(one))
+    let normed = compute(&inputs, 0, &[output], |buffers| {
+        by_kind!(kind, T => {
+            // SAFETY: dtypes and shapes were checked above.
+            let (x, out): (&[T], &mut [T]) =
+                unsafe { (buffers.input(0, len), buffers.output(0, len)) };
+            // SAFETY: as above.
+            let weight = weight.map(|_| unsafe { buffers.input::<T>(1, width) });
+            rows::rms_norm(x, weight, eps, width, out);
+        });
+    });
+    Some(normed.and_then(one))
 }
 
 // ---- rotary embedding
-
-struct Rope {
-    kind: Kind,
-    shape: [usize; 4],
-    dims: usize,
-    base: f32,
-    given: bool,
-    scale: f32,
-}
 
 /// `[B, heads, T, D]` that a kernel reads by strides.
 struct Heads<'a, T> {
@@ -77,7 +49,7 @@ struct Heads<'a, T> {
 
 /// # Safety
 /// The input is `[B, heads, T, D]` of `T`, flagged as strided.
-unsafe fn heads<'a, T>(buffers: &'a Buffers<'_>, index: usize, shape: [usize; 4]) -> Heads<'a, T> {
+unsafe fn heads<'a, T>(buffers: &'a Buffers, index: usize, shape: [usize; 4]) -> Heads<'a, T> {
     let [b, h, t, d] = shape;
     // SAFETY: four axes.
     let strides = match unsafe { buffers.strides::<4>(index) } {
@@ -94,40 +66,6 @@ unsafe fn heads<'a, T>(buffers: &'a Buffers<'_>, index: usize, shape: [usize; 4]
         // negative here, as none of the table's ops makes such views.
         data: unsafe { buffers.input(index, len) },
         strides,
-    }
-}
-
-impl Kernel for Rope {
-    unsafe fn run(&self, buffers: &Buffers<'_>) {
-        let [batch, heads_count, width, dim] = self.shape;
-        let pairs = self.dims / 2;
-        by_kind!(self.kind, T => {
-            // SAFETY: `rope` checked dtypes and shapes: x, offsets [B], divisors [dims / 2] if given.
-            unsafe {
-                let x = heads::<T>(buffers, 0, self.shape);
-                let offsets = buffers.input::<i32>(1, batch);
-                let computed: Vec<f32>;
-                let divisors = if self.given {
-                    buffers.input::<f32>(2, pairs)
-                } else {
-                    computed = divisors(self.base, self.dims);
-                    &computed
-                };
-                let shape = HeadShape {
-                    batch,
-                    heads: heads_count,
-                    width,
-                    dim,
-                    strides: x.strides,
-                };
-                let rotation = Rotation {
-                    divisors,
-                    scale: self.scale,
-                };
-                let out = buffers.output(0, batch * heads_count * width * dim);
-                rows::rope(x.data, shape, rotation, offsets, out);
-            }
-        });
     }
 }
 
@@ -150,21 +88,40 @@ pub(in crate::backend) fn rope(
     if !fits {
         return None;
     }
-    let kernel = Rope {
-        kind: kind(x)?,
-        shape,
-        dims,
-        base,
-        given: freqs.is_some(),
-        scale,
-    };
+    let kind = kind(x)?;
+    let [batch, heads_count, width, dim] = shape;
     let inputs: Vec<&Array> = [x, offsets].into_iter().chain(freqs).collect();
     let output = Output {
         shape: x.shape(),
         dtype: x.dtype(),
         from: None,
     };
-    Some(node(kernel, &inputs, 1, &[output]).and_then(one))
+    let turned = compute(&inputs, 1, &[output], |buffers| {
+        by_kind!(kind, T => {
+            // SAFETY: dtypes and shapes were checked above: x, offsets [B], divisors [dims / 2] if given.
+            unsafe {
+                let x = heads::<T>(buffers, 0, shape);
+                let offsets = buffers.input::<i32>(1, batch);
+                let computed: Vec<f32>;
+                let divisors = if freqs.is_some() {
+                    buffers.input::<f32>(2, dims / 2)
+                } else {
+                    computed = divisors(base, dims);
+                    &computed
+                };
+                let shape = HeadShape {
+                    batch,
+                    heads: heads_count,
+                    width,
+                    dim,
+                    strides: x.strides,
+                };
+                let out = buffers.output(0, batch * heads_count * width * dim);
+                rows::rope(x.data, shape, Rotation { divisors, scale }, offsets, out);
+            }
+        });
+    });
+    Some(turned.and_then(one))
 }
 
 // ---- attention
@@ -175,44 +132,6 @@ pub(in crate::backend) enum MaskKind {
     All,
     Causal,
     Given,
-}
-
-struct Attend {
-    kind: Kind,
-    q: [usize; 4],
-    kv: [usize; 4],
-    scale: f32,
-    mask: MaskKind,
-}
-
-impl Kernel for Attend {
-    unsafe fn run(&self, buffers: &Buffers<'_>) {
-        let ([batch, heads_count, width, dim], [_, kv_heads, span, _]) = (self.q, self.kv);
-        by_kind!(self.kind, T => {
-            // SAFETY: `attention` checked dtypes and shapes; the mask is [B, 1, T, S] bool.
-            unsafe {
-                let q = heads::<T>(buffers, 0, self.q);
-                let (k, v) = (heads::<T>(buffers, 1, self.kv), heads::<T>(buffers, 2, self.kv));
-                let visible = match self.mask {
-                    MaskKind::All => Visible::All,
-                    MaskKind::Causal => Visible::Causal,
-                    MaskKind::Given => Visible::Mask(buffers.input(3, batch * width * span)),
-                };
-                let attention = Attention {
-                    batch,
-                    heads: heads_count,
-                    kv_heads,
-                    width,
-                    span,
-                    dim,
-                    scale: self.scale,
-                    strides: [q.strides, k.strides, v.strides],
-                };
-                let out = buffers.output(0, batch * heads_count * width * dim);
-                attention.run(q.data, k.data, v.data, visible, out);
-            }
-        });
-    }
 }
 
 pub(in crate::backend) fn attention(
@@ -240,21 +159,42 @@ pub(in crate::backend) fn attention(
     if !fits {
         return None;
     }
-    let kernel = Attend {
-        kind: kind(q)?,
-        q: sq,
-        kv: sk,
-        scale,
-        mask: kind_of_mask,
-    };
+    let kind = kind(q)?;
+    let ([batch, heads_count, width, dim], [_, kv_heads, span, _]) = (sq, sk);
     let inputs: Vec<&Array> = [q, k, v].into_iter().chain(mask).collect();
-    let shape = [sq[0], sq[2], sq[1], sq[3]].map(|n| n as i32);
+    let shape = [batch, width, heads_count, dim].map(|n| n as i32);
     let output = Output {
         shape: &shape,
         dtype,
         from: None,
     };
-    let mixed = node(kernel, &inputs, 0b111, &[output]).and_then(one);
+    let mixed = compute(&inputs, 0b111, &[output], |buffers| {
+        by_kind!(kind, T => {
+            // SAFETY: dtypes and shapes were checked above; the mask is [B, 1, T, S] bool.
+            unsafe {
+                let q = heads::<T>(buffers, 0, sq);
+                let (k, v) = (heads::<T>(buffers, 1, sk), heads::<T>(buffers, 2, sk));
+                let visible = match kind_of_mask {
+                    MaskKind::All => Visible::All,
+                    MaskKind::Causal => Visible::Causal,
+                    MaskKind::Given => Visible::Mask(buffers.input(3, batch * width * span)),
+                };
+                let attention = Attention {
+                    batch,
+                    heads: heads_count,
+                    kv_heads,
+                    width,
+                    span,
+                    dim,
+                    scale,
+                    strides: [q.strides, k.strides, v.strides],
+                };
+                let out = buffers.output(0, batch * heads_count * width * dim);
+                attention.run(q.data, k.data, v.data, visible, out);
+            }
+        });
+    });
+    let mixed = mixed.and_then(one);
     // The kernel writes columns first, as the projection after it reads them.
     Some(mixed.and_then(|mixed| {
         mixed

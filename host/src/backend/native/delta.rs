@@ -2,25 +2,40 @@
 
 use mlx_rs::{Array, Dtype};
 
-use super::{Buffers, Kernel, Kind, Output, by_kind, enabled, kind, node};
+use super::{Output, by_kind, compute, enabled, kind};
 use crate::backend::handle::OpResult;
 use crate::kernels::delta::GatedDelta;
 use crate::kernels::lanes::Float;
 
-struct Delta {
+/// `q`, `k`, `v`, `decay`, `beta`, `state`, whose shapes the caller has checked against `rule`.
+pub(in crate::backend) fn gated_delta(
     rule: GatedDelta,
-    kind: Kind,
-}
-
-impl Kernel for Delta {
-    unsafe fn run(&self, buffers: &Buffers<'_>) {
-        let rule = &self.rule;
-        let (columns, states) = (
-            rule.batch * rule.width,
-            if rule.every_state { rule.width } else { 1 },
-        );
-        by_kind!(self.kind, T => {
-            // SAFETY: `gated_delta` checked dtypes and shapes.
+    inputs: [&Array; 6],
+) -> Option<OpResult<Vec<Array>>> {
+    let [q, k, v, decay, beta, state] = inputs;
+    let dtype = v.dtype();
+    let fits = enabled()
+        && [q, k, beta].iter().all(|x| x.dtype() == dtype)
+        && [decay, state].iter().all(|x| x.dtype() == Dtype::Float32);
+    if !fits {
+        return None;
+    }
+    let kind = kind(v)?;
+    let states = if rule.every_state { rule.width } else { 1 };
+    let mut outputs = vec![Output {
+        shape: v.shape(),
+        dtype,
+        from: None,
+    }];
+    outputs.extend((0..states).map(|_| Output {
+        shape: state.shape(),
+        dtype: Dtype::Float32,
+        from: None,
+    }));
+    Some(compute(&inputs, 0, &outputs, |buffers| {
+        let columns = rule.batch * rule.width;
+        by_kind!(kind, T => {
+            // SAFETY: the caller checked shapes, and this function dtypes.
             unsafe {
                 let wide = |index: usize, len: usize| -> Vec<f32> {
                     let x: &[T] = buffers.input(index, len);
@@ -47,36 +62,5 @@ impl Kernel for Delta {
                 }
             }
         });
-    }
-}
-
-/// `q`, `k`, `v`, `decay`, `beta`, `state`, whose shapes the caller has checked against `rule`.
-pub(in crate::backend) fn gated_delta(
-    rule: GatedDelta,
-    inputs: [&Array; 6],
-) -> Option<OpResult<Vec<Array>>> {
-    let [q, k, v, decay, beta, state] = inputs;
-    let dtype = v.dtype();
-    let fits = enabled()
-        && [q, k, beta].iter().all(|x| x.dtype() == dtype)
-        && [decay, state].iter().all(|x| x.dtype() == Dtype::Float32);
-    if !fits {
-        return None;
-    }
-    let kernel = Delta {
-        rule,
-        kind: kind(v)?,
-    };
-    let states = if rule.every_state { rule.width } else { 1 };
-    let mut outputs = vec![Output {
-        shape: v.shape(),
-        dtype,
-        from: None,
-    }];
-    outputs.extend((0..states).map(|_| Output {
-        shape: state.shape(),
-        dtype: Dtype::Float32,
-        from: None,
-    }));
-    Some(node(kernel, &inputs, 0, &outputs))
+    }))
 }

@@ -5,7 +5,7 @@
 mod attend;
 mod blocks;
 mod delta;
-mod primitive;
+mod prepare;
 mod project;
 
 use std::cell::Cell;
@@ -17,7 +17,8 @@ use super::handle::OpResult;
 pub(super) use attend::attend;
 pub(super) use blocks::{MaskKind, attention, rms_norm, rope};
 pub(super) use delta::gated_delta;
-use primitive::{Buffers, Kernel, Output, node};
+pub(super) use prepare::settle;
+use prepare::{Buffers, Output, compute};
 pub(super) use project::project;
 
 /// Whether kernels run on the CPU at all, and are not switched off by `MLXHOST_KERNELS=mlx`.
@@ -43,7 +44,7 @@ pub fn with_mlx_kernels<T>(body: impl FnOnce() -> T) -> T {
     body()
 }
 
-fn enabled() -> bool {
+pub(super) fn enabled() -> bool {
     *ENABLED && !STOCK.get()
 }
 
@@ -68,15 +69,15 @@ fn kind(array: &Array) -> Option<Kind> {
 macro_rules! by_kind {
     ($kind:expr, $t:ident => $body:expr) => {
         match $kind {
-            Kind::F32 => {
+            $crate::backend::native::Kind::F32 => {
                 type $t = f32;
                 $body
             }
-            Kind::Bf16 => {
+            $crate::backend::native::Kind::Bf16 => {
                 type $t = half::bf16;
                 $body
             }
-            Kind::F16 => {
+            $crate::backend::native::Kind::F16 => {
                 type $t = half::f16;
                 $body
             }

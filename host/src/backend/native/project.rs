@@ -3,17 +3,17 @@
 use half::{bf16, f16};
 use mlx_rs::{Array, Dtype};
 
-use super::{Buffers, Kernel, Kind, Output, by_kind, elements, enabled, kind, node};
+use super::{Buffers, Kind, Output, by_kind, compute, elements, enabled, kind};
 use crate::backend::handle::OpResult;
 use crate::backend::project::{Matrix as MatrixArrays, Projection};
 use crate::kernels::matrix::{DenseWeights, Matrix};
 use crate::kernels::quantized::{QuantizedMatrix, Scales};
-use crate::kernels::rows::Gate;
 use crate::kernels::{self, project::Project};
 
-/// What is known of a matrix when the graph is built.
+/// What the kernel has to know of a matrix.
 struct Shape {
     outputs: usize,
+    inputs: usize,
     /// Of scales, or of dense weights.
     kind: Kind,
     /// Group and bits.
@@ -21,106 +21,32 @@ struct Shape {
     offset: bool,
 }
 
-struct Node {
-    kind: Kind,
-    rows: usize,
-    inputs: usize,
-    /// Epsilon.
-    norm: Option<f32>,
-    matrices: Vec<Shape>,
-    gate: Option<Gate>,
-    residual: bool,
-    exact: bool,
-}
-
-impl Node {
-    /// The lengths of the outputs' rows.
-    fn widths(&self) -> impl Iterator<Item = usize> {
-        let count = if self.gate.is_some() {
-            1
-        } else {
-            self.matrices.len()
-        };
-        self.matrices
-            .iter()
-            .take(count)
-            .map(|matrix| matrix.outputs)
-    }
-}
-
-impl Kernel for Node {
-    unsafe fn run(&self, buffers: &Buffers<'_>) {
-        let (rows, inputs) = (self.rows, self.inputs);
-        let mut next = 0;
-        let mut take = || {
-            next += 1;
-            next - 1
-        };
-        by_kind!(self.kind, T => {
-            // SAFETY: `project` checked dtypes and shapes and gave the inputs in this order: x, the
-            // norm's weight, for each matrix its weights, scales and biases and its offset, and the
-            // residual, those that are there.
-            unsafe {
-                let x: &[T] = buffers.input(take(), rows * inputs);
-                let norm = self.norm.map(|eps| (buffers.input::<T>(take(), inputs), eps));
-                let mut matrices = Vec::with_capacity(self.matrices.len());
-                let mut offsets = Vec::with_capacity(self.matrices.len());
-                for matrix in &self.matrices {
-                    matrices.push(self.matrix(matrix, buffers, &mut take));
-                    let offset = matrix.offset.then(|| buffers.input::<T>(take(), matrix.outputs));
-                    offsets.push(offset);
-                }
-                let mut outputs: Vec<&mut [T]> = self
-                    .widths()
-                    .enumerate()
-                    .map(|(index, width)| buffers.output(index, rows * width))
-                    .collect();
-                let residual = self
-                    .residual
-                    .then(|| buffers.input::<T>(take(), rows * self.matrices[0].outputs));
-                Project {
-                    x,
-                    inputs,
-                    norm,
-                    matrices: &matrices,
-                    offsets: &offsets,
-                    gate: self.gate,
-                    residual,
-                    exact: self.exact,
-                }
-                .run(&mut outputs);
-            }
-        });
-    }
-}
-
-impl Node {
+impl Shape {
     /// # Safety
     /// The next inputs are those of this matrix.
     unsafe fn matrix<'a>(
         &self,
-        shape: &Shape,
-        buffers: &'a Buffers<'_>,
+        buffers: &'a Buffers,
         take: &mut impl FnMut() -> usize,
     ) -> Matrix<'a> {
-        let weights = shape.outputs * self.inputs;
+        let weights = self.outputs * self.inputs;
         // SAFETY: the caller's promise.
         unsafe {
-            let Some((group, bits)) = shape.quantized else {
+            let Some((group, bits)) = self.quantized else {
                 let index = take();
                 return Matrix::Dense {
-                    weights: match shape.kind {
+                    weights: match self.kind {
                         Kind::F32 => DenseWeights::F32(buffers.input::<f32>(index, weights)),
                         Kind::Bf16 => DenseWeights::Bf16(buffers.input::<bf16>(index, weights)),
                         Kind::F16 => DenseWeights::F16(buffers.input::<f16>(index, weights)),
                     },
-                    outputs: shape.outputs,
+                    outputs: self.outputs,
                 };
             };
             let words = buffers.input(take(), weights * bits / 32);
             let mut scales = || {
                 let (index, len) = (take(), weights / group);
-                match shape.kind {
+                match self.kind {
                     Kind::F32 => Scales::F32(buffers.input(index, len)),
                     Kind::Bf16 => Scales::Bf16(buffers.input(index, len)),
                     Kind::F16 => Scales::F16(buffers.input(index, len)),
@@ -130,7 +56,7 @@ impl Node {
                 words,
                 scales: scales(),
                 biases: scales(),
-                outputs: shape.outputs,
+                outputs: self.outputs,
                 inputs: self.inputs,
                 group,
                 bits,
@@ -139,7 +65,7 @@ impl Node {
     }
 }
 
-/// What the kernel has to know of a matrix, if it takes it.
+/// The matrix's shape, if the kernel takes it.
 fn shape(matrix: &MatrixArrays, x: Kind, inputs: usize) -> Option<Shape> {
     let &[outputs, columns] = matrix.weight.shape() else {
         return None;
@@ -156,6 +82,7 @@ fn shape(matrix: &MatrixArrays, x: Kind, inputs: usize) -> Option<Shape> {
         let fits = columns == inputs && (kind == x || x == Kind::F32);
         return fits.then_some(Shape {
             outputs,
+            inputs,
             kind,
             quantized: None,
             offset,
@@ -173,6 +100,7 @@ fn shape(matrix: &MatrixArrays, x: Kind, inputs: usize) -> Option<Shape> {
         && quantized.biases.dtype() == quantized.scales.dtype();
     fits.then_some(Shape {
         outputs,
+        inputs,
         kind,
         quantized: Some((group, bits)),
         offset,
@@ -202,20 +130,17 @@ pub(in crate::backend) fn project(args: &Projection) -> Option<OpResult<Vec<Arra
         }
         arrays.extend(matrix.offset.as_deref());
     }
-    let node_args = Node {
-        kind: kind_x,
-        rows: elements(x) / inputs,
-        inputs,
-        norm: args.norm.as_ref().map(|(_, eps)| *eps),
-        matrices,
-        gate: args.gate,
-        residual: args.residual.is_some(),
-        exact: kernels::exact(),
-    };
-    let widths: Vec<usize> = node_args.widths().collect();
-    if args.gate.is_some() && node_args.matrices[0].outputs != node_args.matrices[1].outputs {
+    let rows = elements(x) / inputs;
+    if args.gate.is_some() && matrices[0].outputs != matrices[1].outputs {
         return None;
     }
+    // A gate makes one of two.
+    let made = if args.gate.is_some() {
+        1
+    } else {
+        matrices.len()
+    };
+    let widths: Vec<usize> = matrices[..made].iter().map(|m| m.outputs).collect();
     let shapes: Vec<Vec<i32>> = widths
         .iter()
         .map(|&width| {
@@ -240,5 +165,49 @@ pub(in crate::backend) fn project(args: &Projection) -> Option<OpResult<Vec<Arra
             from: None,
         })
         .collect();
-    Some(node(node_args, &arrays, 0, &outputs))
+    Some(compute(&arrays, 0, &outputs, |buffers| {
+        let mut next = 0;
+        let mut take = || {
+            next += 1;
+            next - 1
+        };
+        by_kind!(kind_x, T => {
+            // SAFETY: dtypes and shapes were checked above, and the inputs are in the order of
+            // `arrays`: x, the norm's weight, for each matrix its weights, scales and biases and its
+            // offset, and the residual, those that are there.
+            unsafe {
+                let x: &[T] = buffers.input(take(), rows * inputs);
+                let norm = args
+                    .norm
+                    .as_ref()
+                    .map(|(_, eps)| (buffers.input::<T>(take(), inputs), *eps));
+                let mut weights = Vec::with_capacity(matrices.len());
+                let mut offsets = Vec::with_capacity(matrices.len());
+                for matrix in &matrices {
+                    weights.push(matrix.matrix(buffers, &mut take));
+                    let offset = matrix.offset.then(|| buffers.input::<T>(take(), matrix.outputs));
+                    offsets.push(offset);
+                }
+                let mut outputs: Vec<&mut [T]> = (0..)
+                    .zip(&widths)
+                    .map(|(index, width)| buffers.output(index, rows * width))
+                    .collect();
+                let residual = args
+                    .residual
+                    .as_ref()
+                    .map(|_| buffers.input::<T>(take(), rows * widths[0]));
+                Project {
+                    x,
+                    inputs,
+                    norm,
+                    matrices: &weights,
+                    offsets: &offsets,
+                    gate: args.gate,
+                    residual,
+                    exact: kernels::exact(),
+                }
+                .run(&mut outputs);
+            }
+        });
+    }))
 }

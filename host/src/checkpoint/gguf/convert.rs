@@ -5,8 +5,8 @@
 //! other, so nothing has to be cached between asking for one and for the next.
 //!
 //! `w = scale * q + bias` with: Q4_0 `d * (q - 8)`: bias `-8 d`; Q4_1 `d * q + m`; Q8_0 `d * q` with signed
-//! `q`: stored as `q + 128`, bias `-128 d`. `d` and `m` are f16, and so are the scales and offsets of Q4_1;
-//! those of the others are f32, where multiples of a power of two are exact however large `d` is.
+//! `q`: stored as `q + 128`, bias `-128 d`. `d` and `m` are f16, and so are scales and offsets: multiples of a
+//! power of two are exact, unless `d` is so large that they overflow. A tensor with such a one has f32.
 
 use std::num::NonZero;
 use std::sync::Mutex;
@@ -107,7 +107,7 @@ impl Kind {
         blocks.checked_mul(self.block_bytes())
     }
 
-    fn float(self) -> DType {
+    pub(super) fn float(self) -> DType {
         match self {
             Kind::F16 => DType::F16,
             _ => DType::F32,
@@ -144,13 +144,27 @@ pub(crate) struct Converted {
 }
 
 impl Converted {
-    pub(super) fn dtype(&self) -> DType {
+    fn dtype(&self) -> DType {
         match self.part {
             Part::Rows => self.kind.float(),
             Part::Values => DType::U32,
-            Part::Scales | Part::Biases if self.kind == Kind::Q4_1 => DType::F16,
+            Part::Scales | Part::Biases if self.kind == Kind::Q4_1 || self.multiples_fit() => {
+                DType::F16
+            }
             Part::Scales | Part::Biases => DType::F32,
         }
+    }
+
+    /// Whether f16 holds the offsets that are multiples of a scale. Scales have the type of offsets.
+    fn multiples_fit(&self) -> bool {
+        let most = f16::MAX.to_f32_const() / 128.0;
+        let mut scales = self.source.chunks_exact(self.kind.block_bytes());
+        scales.all(|block| {
+            f16::from_le_bytes([block[0], block[1]])
+                .to_f32_const()
+                .abs()
+                <= most
+        })
     }
 
     /// Elements of a converted row.
@@ -162,9 +176,15 @@ impl Converted {
         }
     }
 
-    /// Bytes of the converted tensor. Never more than 1.4 times those in the file.
+    /// Bytes of the converted tensor, without reading the file. Never more than 1.2 times those in it,
+    /// or 1.4 where f16 does not hold the scales, which is not known here.
     pub(crate) fn len(&self) -> usize {
-        self.rows * self.width() * self.dtype().size()
+        let size = match self.part {
+            Part::Rows => self.kind.float().size(),
+            Part::Values => DType::U32.size(),
+            Part::Scales | Part::Biases => DType::F16.size(),
+        };
+        self.rows * self.width() * size
     }
 
     /// Converts. Uses the cores there are for a large tensor.
@@ -173,17 +193,19 @@ impl Converted {
         if self.matrix {
             shape.push(self.width());
         }
-        let row_out = self.width() * self.dtype().size();
+        let dtype = self.dtype();
+        let row_out = self.width() * dtype.size();
         let mut out = vec![0; self.rows * row_out];
         let row_in = self.kind.row_bytes(self.cols).unwrap_or(0);
         for_rows(&mut out, row_out, |row, out| {
             let start = self.source_row(row) * row_in;
             if let Some(blocks) = self.source.get(start..start + row_in) {
-                self.convert_row(blocks, out);
+                self.convert_row(dtype, blocks, out);
             }
         });
+        self.source.release();
         TensorData {
-            dtype: self.dtype(),
+            dtype,
             shape,
             bytes: out.into(),
         }
@@ -204,7 +226,7 @@ impl Converted {
         }
     }
 
-    fn convert_row(&self, row: &[u8], out: &mut [u8]) {
+    fn convert_row(&self, dtype: DType, row: &[u8], out: &mut [u8]) {
         match (self.part, self.kind) {
             (Part::Rows, _) | (_, Kind::F32 | Kind::F16) => out.copy_from_slice(row),
             (Part::Values, Kind::Q4_0) => blocks::<18, 16>(row, out, |b, o| nibbles(&b[2..], o)),
@@ -215,14 +237,12 @@ impl Converted {
                     *o = b ^ 0x80;
                 }
             }),
-            (Part::Scales, Kind::Q4_0) => blocks::<18, 4>(row, out, |b, o| *o = factor(b, 1.0)),
             (Part::Scales, Kind::Q4_1) => blocks::<20, 2>(row, out, |b, o| *o = [b[0], b[1]]),
-            (Part::Scales, Kind::Q8_0) => blocks::<34, 4>(row, out, |b, o| *o = factor(b, 1.0)),
-            (Part::Biases, Kind::Q4_0) => blocks::<18, 4>(row, out, |b, o| *o = factor(b, -8.0)),
             (Part::Biases, Kind::Q4_1) => blocks::<20, 2>(row, out, |b, o| *o = [b[2], b[3]]),
-            (Part::Biases, Kind::Q8_0) => {
-                blocks::<34, 4>(row, out, |b, o| *o = factor(b, -128.0));
-            }
+            (Part::Scales, Kind::Q4_0) => multiples::<18>(dtype, row, out, 1.0),
+            (Part::Scales, Kind::Q8_0) => multiples::<34>(dtype, row, out, 1.0),
+            (Part::Biases, Kind::Q4_0) => multiples::<18>(dtype, row, out, -8.0),
+            (Part::Biases, Kind::Q8_0) => multiples::<34>(dtype, row, out, -128.0),
         }
     }
 }
@@ -240,10 +260,15 @@ fn blocks<const IN: usize, const OUT: usize>(
     }
 }
 
-/// The f16 that a block begins with, times `factor`, as f32.
-fn factor<const IN: usize>(block: &[u8; IN], factor: f32) -> [u8; 4] {
-    let value = f16::from_le_bytes([block[0], block[1]]).to_f32_const();
-    (value * factor).to_le_bytes()
+/// The f16 that every block begins with, times `factor`.
+fn multiples<const IN: usize>(dtype: DType, row: &[u8], out: &mut [u8], factor: f32) {
+    let value = |block: &[u8; IN]| factor * f16::from_le_bytes([block[0], block[1]]).to_f32_const();
+    match dtype {
+        DType::F16 => blocks::<IN, 2>(row, out, |block, out| {
+            *out = f16::from_f32_const(value(block)).to_le_bytes();
+        }),
+        _ => blocks::<IN, 4>(row, out, |block, out| *out = value(block).to_le_bytes()),
+    }
 }
 
 /// 16 bytes whose low nibbles are values 0..16 and high nibbles values 16..32, to value order.
@@ -330,9 +355,7 @@ mod tests {
             head_dim,
             source,
         };
-        let data = tensor.convert();
-        assert_eq!(data.bytes.len(), tensor.len());
-        data.bytes
+        tensor.convert().bytes
     }
 
     fn values(kind: Kind, block: &[u8]) -> Vec<f32> {
@@ -355,6 +378,17 @@ mod tests {
         let q: Vec<u8> = (0..32u8).map(|j| (j * 8).wrapping_add(128)).collect();
         let q8_0: Vec<f32> = q.iter().map(|q| 0.5 * f32::from(*q as i8)).collect();
         assert_eq!(values(Kind::Q8_0, &[&d[..], &q].concat()), q8_0);
+    }
+
+    #[test]
+    fn scales_that_f16_does_not_hold_the_multiples_of_are_f32() {
+        for (d, size) in [(500.0f32, 2), (511.0, 2), (512.0, 4), (60000.0, 4)] {
+            let q = [1u8; 32];
+            let block = [&f16::from_f32(d).to_le_bytes()[..], &q].concat();
+            let d = f16::from_f32(d).to_f32();
+            assert_eq!(convert(Kind::Q8_0, Part::Scales, &block).len(), size);
+            assert_eq!(values(Kind::Q8_0, &block), [d; 32]);
+        }
     }
 
     #[test]

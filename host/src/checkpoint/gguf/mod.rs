@@ -170,7 +170,7 @@ impl<'a> Loader<'a> {
             let entry = match template.head_dim {
                 Some(_) => Entry::Converted(template),
                 None => Entry::Stored(TensorData {
-                    dtype: template.dtype(),
+                    dtype: template.kind.float(),
                     shape: shape.to_vec(),
                     bytes: template.source,
                 }),
