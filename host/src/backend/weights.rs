@@ -13,7 +13,7 @@ use crate::error::LoadError;
 use crate::text::Tokenizer;
 
 use super::handle::{OpResult, op};
-use super::ops::array_from_bytes;
+use super::native;
 
 /// Hears the size of every piece of weights.
 type Observer = Box<dyn Fn(u64)>;
@@ -101,9 +101,7 @@ pub(super) extern "C" fn checkpoint_tensor(raw: RawCheckpoint, name: RStr<'_>) -
                 observer(checkpoint.bytes_of(name.as_str()).unwrap_or(0));
             }
         });
-        let array = array(&tensor);
-        tensor.bytes.release();
-        array.map_err(|problem| format!("{path}: tensor {name}: {problem}"))
+        array(&tensor).map_err(|problem| format!("{path}: tensor {name}: {problem}"))
     })
 }
 
@@ -133,7 +131,7 @@ fn array(tensor: &TensorData) -> OpResult<mlx_rs::Array> {
         .map(|&n| i32::try_from(n))
         .collect::<Result<Vec<_>, _>>()
         .map_err(|_| format!("shape {:?} is too large", tensor.shape))?;
-    array_from_bytes(&tensor.bytes, &shape, dtype)
+    native::filled(&shape, dtype, |out| tensor.write_to(out))
 }
 
 pub(super) extern "C" fn checkpoint_vocabulary(raw: RawCheckpoint) -> Reply<ROption<RString>> {

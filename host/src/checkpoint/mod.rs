@@ -22,6 +22,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::error::LoadError;
+use tensor::Contents;
 pub use tensor::{Bytes, DType, TensorData};
 
 /// `config.json` is a few kilobytes; more than this is not one.
@@ -122,8 +123,7 @@ impl Checkpoint {
 
     /// The tensor of that name; `None` when there is none.
     ///
-    /// A stored tensor costs nothing (a range of the map); a quantized GGUF tensor is converted on every
-    /// call, so keep the result.
+    /// Nothing is read yet, but for scales of a quantized GGUF tensor, which decide their type.
     ///
     /// # Errors
     ///
@@ -131,7 +131,7 @@ impl Checkpoint {
     pub fn tensor(&self, name: &str) -> Option<Result<TensorData, LoadError>> {
         Some(match self.tensors.get(name)? {
             Entry::Stored(tensor) => Ok(tensor.clone()),
-            Entry::Converted(tensor) => Ok(tensor.convert()),
+            Entry::Converted(tensor) => Ok(tensor.describe()),
             Entry::Refused { dtype, .. } => Err(LoadError::unsupported(
                 &self.path,
                 format!(
@@ -147,7 +147,8 @@ impl Checkpoint {
         self.gguf.as_ref()
     }
 
-    /// Bytes of all tensors together, as [`Checkpoint::tensor`] gives them.
+    /// Bytes of all tensors together, as [`Checkpoint::tensor`] gives them; where only reading them tells,
+    /// what is usual.
     pub fn bytes(&self) -> u64 {
         let sizes = self.tensors.values().map(Entry::bytes);
         sizes.fold(0, u64::saturating_add)
@@ -162,7 +163,7 @@ impl Checkpoint {
 impl Entry {
     fn bytes(&self) -> u64 {
         match self {
-            Entry::Stored(tensor) => tensor.bytes.len() as u64,
+            Entry::Stored(tensor) => tensor.len() as u64,
             Entry::Refused { bytes, .. } => *bytes,
             Entry::Converted(tensor) => tensor.len() as u64,
         }

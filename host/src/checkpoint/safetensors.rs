@@ -13,7 +13,7 @@ use ::safetensors::Dtype;
 use ::safetensors::tensor::Metadata;
 use serde_json::Value;
 
-use super::{Bytes, DType, Entry, Quoted, TensorData, read_json_object};
+use super::{Bytes, Contents, DType, Entry, Quoted, TensorData, read_json_object};
 use crate::error::LoadError;
 
 const INDEX: &str = "model.safetensors.index.json";
@@ -175,7 +175,7 @@ fn read(path: &Path, file: &Bytes) -> Result<Tensors, LoadError> {
             Some(dtype) => Entry::Stored(TensorData {
                 dtype,
                 shape: info.shape.clone(),
-                bytes,
+                contents: Contents::Stored(bytes),
             }),
             None => Entry::Refused {
                 dtype: info.dtype.to_string(),
@@ -264,7 +264,7 @@ mod tests {
         for entry in tensors.values() {
             if let Entry::Stored(tensor) = entry {
                 let elements: usize = tensor.shape.iter().product();
-                assert_eq!(tensor.bytes.len(), elements * tensor.dtype.size());
+                assert_eq!(tensor.to_vec().len(), elements * tensor.dtype.size());
             }
         }
         true
@@ -285,8 +285,8 @@ mod tests {
         assert!(checkpoint.tensor("c").is_none() && checkpoint.gguf().is_none());
         let tensor = checkpoint.tensor("a").unwrap().unwrap();
         drop(checkpoint);
+        assert_eq!(tensor.to_vec(), [7; 12]);
         assert_eq!((tensor.dtype, tensor.shape), (DType::F16, vec![2, 3]));
-        assert_eq!(&*tensor.bytes, &[7; 12]);
     }
 
     #[test]
@@ -351,7 +351,7 @@ mod tests {
         let index = br#"{"weight_map":{"a":"2.st"}}"#;
         let d = dir(&[("1.st", &one), ("2.st", &two), (INDEX, index)]);
         let checkpoint = Checkpoint::open(d.path()).unwrap();
-        assert_eq!(&*checkpoint.tensor("a").unwrap().unwrap().bytes, &[2; 6]);
+        assert_eq!(checkpoint.tensor("a").unwrap().unwrap().to_vec(), [2; 6]);
     }
 
     /// The layout of the Hugging Face cache: snapshot entries are links to blobs without an extension.

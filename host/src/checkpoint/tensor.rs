@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use memmap2::Mmap;
 
+use super::gguf;
 use crate::error::LoadError;
 
 /// The element types a [`TensorData`] can have.
@@ -62,17 +63,58 @@ impl fmt::Display for DType {
 }
 
 /// One tensor as it is to be used: row-major, little endian, last dimension contiguous.
-///
-/// `bytes.len()` is the product of `shape` times `dtype.size()`; that was checked. The bytes are not
-/// necessarily aligned to the element size, so copy them out rather than cast the pointer.
 #[derive(Clone, Debug)]
 pub struct TensorData {
     /// Element type.
     pub dtype: DType,
     /// Dimensions, outermost first; `[out, in]` for a linear layer. Empty for a scalar.
     pub shape: Vec<usize>,
-    /// The elements.
-    pub bytes: Bytes,
+    /// [`TensorData::len`] bytes; that was checked.
+    pub(super) contents: Contents,
+}
+
+/// Where the elements of a tensor come from.
+#[derive(Clone, Debug)]
+pub(super) enum Contents {
+    /// The bytes of a file, as they are.
+    Stored(Bytes),
+    /// Made from them.
+    Converted(gguf::Converted),
+}
+
+impl TensorData {
+    /// The bytes of all elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.size()
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Writes all elements, on several threads where they are converted and many. The file's pages do not
+    /// count as memory of this process any more then.
+    ///
+    /// # Panics
+    /// `out` is not [`TensorData::len`] long.
+    pub fn write_to(&self, out: &mut [u8]) {
+        assert_eq!(out.len(), self.len());
+        match &self.contents {
+            Contents::Stored(bytes) => {
+                out.copy_from_slice(bytes);
+                bytes.release();
+            }
+            Contents::Converted(tensor) => tensor.write_to(self.dtype, out),
+        }
+    }
+
+    /// All elements.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut out = vec![0; self.len()];
+        self.write_to(&mut out);
+        out
+    }
 }
 
 /// Bytes that are either a range of a memory-mapped file or owned; shared, so cloning is cheap.

@@ -17,8 +17,8 @@ use super::handle::OpResult;
 pub(super) use attend::attend;
 pub(super) use blocks::{MaskKind, attention, rms_norm, rope};
 pub(super) use delta::gated_delta;
-pub(super) use prepare::settle;
 use prepare::{Buffers, Output, compute};
+pub(super) use prepare::{filled, settle};
 pub(super) use project::project;
 
 /// Whether kernels run on the CPU at all, and are not switched off by `MLXHOST_KERNELS=mlx`.

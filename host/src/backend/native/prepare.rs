@@ -7,8 +7,9 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 
 use mlx_rs::{Array, Dtype};
+use plugin_api::abi::DType;
 
-use crate::backend::handle::OpResult;
+use crate::backend::handle::{OpResult, to_mlx};
 
 /// Bytes for the text of an MLX exception.
 const ERROR_ROOM: usize = 512;
@@ -28,6 +29,9 @@ impl Buffers {
     /// # Safety
     /// The input has elements of type `T`, at least `len` of them from its first one on.
     pub unsafe fn input<T>(&self, index: usize, len: usize) -> &[T] {
+        if len == 0 {
+            return &[];
+        }
         // SAFETY: the caller's promise; MLX aligns buffers, and whoever lent the arrays keeps them.
         unsafe { std::slice::from_raw_parts(self.inputs[index].data.cast(), len) }
     }
@@ -48,6 +52,9 @@ impl Buffers {
     /// The output has `len` elements of type `T`, and no other slice of it is alive.
     #[allow(clippy::mut_from_ref)] // the buffers are disjoint, and the caller takes each once
     pub unsafe fn output<T>(&self, index: usize, len: usize) -> &mut [T] {
+        if len == 0 {
+            return &mut [];
+        }
         // SAFETY: the caller's promise; as above.
         unsafe { std::slice::from_raw_parts_mut(self.outputs[index].data.cast(), len) }
     }
@@ -106,6 +113,26 @@ unsafe extern "C" {
         error: *mut c_char,
         error_room: usize,
     ) -> c_int;
+}
+
+/// A new array whose bytes `fill` writes, all of them.
+pub(in crate::backend) fn filled(
+    shape: &[i32],
+    dtype: DType,
+    fill: impl FnOnce(&mut [u8]),
+) -> OpResult<Array> {
+    let size = dtype.size().ok_or("a dtype without a size")?;
+    let output = Output {
+        shape,
+        dtype: to_mlx(dtype)?,
+        from: None,
+    };
+    let mut made = compute(&[], 0, &[output], |buffers| {
+        let elements: usize = shape.iter().map(|&n| n as usize).product();
+        // SAFETY: a new array of that size, of numbers, which are their bytes.
+        fill(unsafe { buffers.output(0, elements * size) });
+    })?;
+    made.pop().ok_or_else(|| "no array".to_owned())
 }
 
 /// Moves computed arrays side by side into large pages, each at the start of a cache line.

@@ -9,17 +9,17 @@
 //! power of two are exact, unless `d` is so large that they overflow. A tensor with such a one has f32.
 
 use std::num::NonZero;
-use std::sync::Mutex;
+use std::sync::{LazyLock, Mutex};
 use std::thread;
 
 use half::f16;
 
-use crate::checkpoint::{Bytes, DType, TensorData};
+use crate::checkpoint::{Bytes, Contents, DType, TensorData};
 
 /// Values in a block, and so the group size.
 pub(super) const BLOCK: usize = 32;
 /// Output bytes that a thread takes at a time; less is not worth a second thread.
-const SHARE: usize = 1 << 20;
+const SHARE: usize = 1 << 18;
 const MAX_THREADS: usize = 8;
 
 /// The ggml types that are read.
@@ -187,28 +187,29 @@ impl Converted {
         self.rows * self.width() * size
     }
 
-    /// Converts. Uses the cores there are for a large tensor.
-    pub(crate) fn convert(&self) -> TensorData {
+    /// The tensor that it will be.
+    pub(crate) fn describe(&self) -> TensorData {
         let mut shape = vec![self.rows];
         if self.matrix {
             shape.push(self.width());
         }
-        let dtype = self.dtype();
-        let row_out = self.width() * dtype.size();
-        let mut out = vec![0; self.rows * row_out];
+        TensorData {
+            dtype: self.dtype(),
+            shape,
+            contents: Contents::Converted(self.clone()),
+        }
+    }
+
+    /// Converts to a type. Uses the cores there are for a large tensor.
+    pub(crate) fn write_to(&self, dtype: DType, out: &mut [u8]) {
         let row_in = self.kind.row_bytes(self.cols).unwrap_or(0);
-        for_rows(&mut out, row_out, |row, out| {
+        for_rows(out, self.width() * dtype.size(), |row, out| {
             let start = self.source_row(row) * row_in;
             if let Some(blocks) = self.source.get(start..start + row_in) {
                 self.convert_row(dtype, blocks, out);
             }
         });
         self.source.release();
-        TensorData {
-            dtype,
-            shape,
-            bytes: out.into(),
-        }
     }
 
     /// The row of the file that holds row `row` of the model.
@@ -297,8 +298,10 @@ fn for_rows(out: &mut [u8], row_bytes: usize, each: impl Fn(usize, &mut [u8]) + 
         return;
     }
     let rows_a_share = (SHARE / row_bytes).max(1);
-    let cores = thread::available_parallelism().map_or(1, NonZero::get);
-    let helpers = cores
+    // Asked once: it reads files.
+    static CORES: LazyLock<usize> =
+        LazyLock::new(|| thread::available_parallelism().map_or(1, NonZero::get));
+    let helpers = CORES
         .min(MAX_THREADS)
         .min(out.len() / SHARE)
         .saturating_sub(1);
@@ -343,7 +346,7 @@ mod tests {
             .collect()
     }
 
-    fn convert(kind: Kind, part: Part, block: &[u8]) -> Bytes {
+    fn convert(kind: Kind, part: Part, block: &[u8]) -> Vec<u8> {
         let source = block.to_vec().into();
         let (rows, cols, matrix, head_dim) = (1, BLOCK, true, None);
         let tensor = Converted {
@@ -355,7 +358,7 @@ mod tests {
             head_dim,
             source,
         };
-        tensor.convert().bytes
+        tensor.describe().to_vec()
     }
 
     fn values(kind: Kind, block: &[u8]) -> Vec<f32> {
@@ -409,9 +412,9 @@ mod tests {
             head_dim,
             source,
         }
-        .convert();
-        let back = tensor
-            .bytes
+        .describe();
+        let bytes = tensor.to_vec();
+        let back = bytes
             .as_chunks::<4>()
             .0
             .iter()

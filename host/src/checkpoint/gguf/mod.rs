@@ -22,7 +22,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::{Bytes, Entry, Quoted, TensorData};
+use super::{Bytes, Contents, Entry, Quoted, TensorData};
 use crate::error::LoadError;
 use convert::{BLOCK, Kind, Part};
 use llama::{Llama, Target};
@@ -172,7 +172,7 @@ impl<'a> Loader<'a> {
                 None => Entry::Stored(TensorData {
                     dtype: template.kind.float(),
                     shape: shape.to_vec(),
-                    bytes: template.source,
+                    contents: Contents::Stored(template.source),
                 }),
             };
             self.tensors.insert(format!("{module}.{leaf}"), entry);

@@ -27,9 +27,12 @@ fn exercise(bytes: Vec<u8>) -> bool {
     for name in checkpoint.names() {
         let tensor = checkpoint.tensor(name).unwrap().unwrap();
         let elements: usize = tensor.shape.iter().product();
-        assert_eq!(tensor.bytes.len(), elements * tensor.dtype.size());
-        assert_eq!(checkpoint.bytes_of(name), Some(tensor.bytes.len() as u64));
-        total += tensor.bytes.len() as u64;
+        let bytes = tensor.to_vec().len();
+        assert_eq!(bytes, elements * tensor.dtype.size());
+        // More than is said where scales do not fit f16.
+        let said = checkpoint.bytes_of(name).unwrap();
+        assert!(said == bytes as u64 || 2 * said == bytes as u64);
+        total += said;
     }
     assert_eq!(total, checkpoint.bytes());
     if let Some(metadata) = checkpoint.gguf() {
@@ -97,7 +100,8 @@ fn only_query_and_key_rows_move() {
     let scales = |name: &str| -> Vec<f32> {
         let name = format!("model.layers.0.self_attn.{name}.scales");
         let tensor = checkpoint.tensor(&name).unwrap().unwrap();
-        let words = tensor.bytes.as_chunks::<2>().0.iter();
+        let bytes = tensor.to_vec();
+        let words = bytes.as_chunks::<2>().0.iter();
         words
             .map(|b| half::f16::from_le_bytes(*b).to_f32())
             .collect()
