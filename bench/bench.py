@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, Iterator, Optional
 
+import random_qwen
+
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 PROGRAM = ROOT / "target/release/mlxhost"
@@ -146,7 +148,9 @@ def engine_commands(args: argparse.Namespace, known: dict[str, str]) -> dict[str
             commands[name] = [PROGRAM, "bench", *common, "--json", *exact]
             continue
         package, script, _ = PEERS[name]
-        if package in known:
+        if name == "llama.cpp" and args.model.is_dir():
+            note("llama.cpp is left out: it reads only GGUF")
+        elif package in known:
             quick = ["--quick"] if args.quick else []
             commands[name] = [PEER_PYTHON, BENCH / "peers" / script, *common, *quick]
         else:
@@ -156,7 +160,8 @@ def engine_commands(args: argparse.Namespace, known: dict[str, str]) -> dict[str
 
 def drafter_flags(args: argparse.Namespace) -> dict[str, list[object]]:
     """How each drafter is asked for. Plain decoding is always among them: it is the reference."""
-    names = [name for name in DRAFTERS if args.chosen(name)]
+    # The random model has no words to draft.
+    names = [name for name in DRAFTERS if args.chosen(name) and not args.random_qwen]
     flags: dict[str, list[object]] = {PLAIN: ["--no-draft"]} if names else {}
     for name in names:
         if name == PLAIN:
@@ -455,7 +460,9 @@ def arguments() -> argparse.Namespace:
          help=f"run only this; repeatable: {', '.join(names)}")
     flag("--threads", type=positive, metavar="N", default=cores(),
          help="for every engine [default: all cores]")
-    flag("--model", type=Path, metavar="PATH", help="a GGUF file [default: the demo model]")
+    flag("--model", type=Path, metavar="PATH", help="a GGUF file, or an MLX folder, which llama.cpp does not read [default: the demo model]")
+    flag("--random-qwen", action="store_true",
+         help="instead of a model: the shape of Qwen3.5-0.8B with random weights of 4 bits; engines only")
     flag("--drafter", type=Path, metavar="DIR", help="the head for qwen_mtp [default: the demo model's]")
     flag("--out", type=Path, metavar="PATH", default=BENCH / "results.json",
          help="where the JSON goes [default: bench/results.json]")
@@ -468,8 +475,8 @@ def arguments() -> argparse.Namespace:
 
 def find_model(given: Optional[Path]) -> Path:
     if given is not None:
-        if not given.is_file():
-            raise BenchError(f"{given}: no such file")
+        if not given.exists():
+            raise BenchError(f"{given}: no such file or folder")
         return given.resolve()
     found = sorted(DEMO_MODEL.glob("*.gguf"))
     if not found:
@@ -499,7 +506,7 @@ def write_results(path: Path, results: dict) -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    args.model = find_model(args.model)
+    args.model = random_qwen.made(BENCH / ".cache") if args.random_qwen else find_model(args.model)
     args.drafter = find_drafter(args.drafter, args.model)
     if not PROGRAM.is_file():
         raise BenchError(f"{PROGRAM.relative_to(ROOT)} is missing: run `make build`")

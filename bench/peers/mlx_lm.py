@@ -1,6 +1,7 @@
 """One sample of mlx-lm.
 
-mlx-lm reads no GGUF. The file is converted once, into bench/.cache, without requantizing: a block of
+A folder is read as it is. mlx-lm reads no GGUF: such a file is converted once, into bench/.cache, without
+requantizing: a block of
 Q4_0, Q4_1 or Q8_0 is a group of 32 in MLX's affine scheme, `weight = scale * q + bias`. Scales and
 biases become f32, for f16 would round their sums.
 """
@@ -176,7 +177,7 @@ class MlxLm:
         from mlx_lm.utils import load_model
 
         self.model, config = load_model(folder)
-        self.vocab = config["vocab_size"]
+        self.vocab = config.get("text_config", config)["vocab_size"]
         self.cache = make_prompt_cache(self.model)
         self.trim = trim_prompt_cache
 
@@ -200,7 +201,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.convert:
         return convert(args.model, args.convert)
-    folder = converted(args.model)
+    folder = args.model if args.model.is_dir() else converted(args.model)
     import mlx_lm.utils  # noqa: F401  # not part of loading the model
 
     plan = QUICK if args.quick else PLAN

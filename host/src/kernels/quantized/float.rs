@@ -54,7 +54,7 @@ pub fn multiply(
         (&mut scratch.biases, matrix.biases),
     ] {
         to.resize(outputs * groups, 0.0);
-        from.widen(first * groups, to);
+        from.spread::<1>(first * groups, to);
     }
     let weights = (packed, &scratch.scales[..], &scratch.biases[..]);
     let kernels = Kernels::best();

@@ -100,14 +100,11 @@ fn spread(
     to: &mut Vec<f32>,
 ) {
     let (groups, times) = (matrix.inputs / matrix.group, matrix.group / PART);
-    let count = outputs * groups;
-    to.resize(count * times, 0.0);
-    from.widen(first * groups, &mut to[..count]);
-    if times > 1 {
-        // From the last on, so that nothing is overwritten before it was read.
-        for part in (0..count * times).rev() {
-            to[part] = to[part / times];
-        }
+    to.resize(outputs * groups * times, 0.0);
+    match times {
+        1 => from.spread::<1>(first * groups, to),
+        2 => from.spread::<2>(first * groups, to),
+        _ => from.spread::<4>(first * groups, to),
     }
 }
 

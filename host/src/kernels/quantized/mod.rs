@@ -12,7 +12,6 @@ mod x86;
 #[cfg(target_arch = "x86_64")]
 mod x86_integer;
 
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::lanes::Float;
@@ -40,28 +39,37 @@ impl Scales<'_> {
         }
     }
 
-    /// Elements `start..start + out.len()`, widened.
-    fn widen(self, start: usize, out: &mut [f32]) {
-        let range = start..start + out.len();
+    /// The elements from `start` on, widened, each TIMES times in a row: 1, 2 or 4.
+    fn spread<const TIMES: usize>(self, start: usize, out: &mut [f32]) {
+        let range = start..start + out.len() / TIMES;
         match self {
-            Self::F32(all) => out.copy_from_slice(&all[range]),
-            Self::Bf16(all) => {
-                for (out, x) in out.iter_mut().zip(&all[range]) {
-                    *out = x.wide();
-                }
-            }
-            Self::F16(all) => {
-                #[cfg(target_arch = "x86_64")]
-                {
-                    use std::arch::is_x86_feature_detected as has;
-                    if has!("avx2") && has!("f16c") {
-                        // SAFETY: the processor has it.
-                        return unsafe { x86_integer::widen(&all[range], out) };
-                    }
-                }
-                all[range].convert_to_f32_slice(out);
-            }
+            Self::F32(all) => spread::<_, TIMES>(&all[range], out),
+            Self::Bf16(all) => spread::<_, TIMES>(&all[range], out),
+            Self::F16(all) => spread::<_, TIMES>(&all[range], out),
         }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+use x86_integer::Stored;
+
+/// What scales and biases are stored in.
+#[cfg(not(target_arch = "x86_64"))]
+trait Stored: Copy {}
+#[cfg(not(target_arch = "x86_64"))]
+impl<T: Copy> Stored for T {}
+
+fn spread<S: Float + Stored, const TIMES: usize>(from: &[S], out: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::is_x86_feature_detected as has;
+        if has!("avx2") && has!("f16c") {
+            // SAFETY: the processor has it.
+            return unsafe { x86_integer::spread::<S, TIMES>(from, out) };
+        }
+    }
+    for (out, x) in out.chunks_exact_mut(TIMES).zip(from) {
+        out.fill(x.wide());
     }
 }
 

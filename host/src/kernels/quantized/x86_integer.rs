@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use half::f16;
+use half::{bf16, f16};
 
 use super::TILE;
 use super::activations::{BLOCK_BYTES, Band, LANES};
@@ -236,34 +236,85 @@ fn totals(x: [__m256; 8]) -> __m256 {
     _mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
 }
 
-/// `from`, widened. Asks memory for as many numbers after them.
+/// What scales and biases are stored in.
+pub trait Stored: Copy + Default {
+    /// Eight of them, widened.
+    ///
+    /// # Safety
+    /// The processor has AVX2 and F16C, and eight elements lie behind the pointer.
+    unsafe fn eight(from: *const Self) -> __m256;
+}
+
+impl Stored for f32 {
+    #[inline(always)]
+    unsafe fn eight(from: *const Self) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_loadu_ps(from) }
+    }
+}
+
+impl Stored for f16 {
+    #[inline(always)]
+    unsafe fn eight(from: *const Self) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+}
+
+impl Stored for bf16 {
+    #[inline(always)]
+    unsafe fn eight(from: *const Self) -> __m256 {
+        // SAFETY: the caller's promise. A bfloat16 is the upper half of a single.
+        unsafe {
+            let halves = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(halves))
+        }
+    }
+}
+
+/// `from`, widened, each element TIMES times: 1, 2 or 4. Asks memory for as many after them.
 ///
 /// # Panics
-/// The lengths differ.
+/// The lengths do not fit.
 #[target_feature(enable = "avx2,f16c")]
-pub fn widen(from: &[f16], to: &mut [f32]) {
-    assert_eq!(from.len(), to.len());
-    let (from, last) = from.as_chunks::<8>();
-    let (to, last_to) = to.as_chunks_mut::<8>();
-    let eight = |from: &[f16; 8], to: &mut [f32; 8]| {
-        // SAFETY: eight elements each.
-        unsafe {
-            let narrow = _mm_loadu_si128(from.as_ptr().cast());
-            _mm256_storeu_ps(to.as_mut_ptr(), _mm256_cvtph_ps(narrow));
-        }
-    };
-    for (eight_from, to) in from.iter().zip(to) {
-        eight(eight_from, to);
-        let next = eight_from.as_ptr().wrapping_add(8 * from.len());
+pub fn spread<S: Stored, const TIMES: usize>(from: &[S], to: &mut [f32]) {
+    assert_eq!(TIMES * from.len(), to.len());
+    let (whole, last) = from.as_chunks::<8>();
+    let (to, last_to) = to.split_at_mut(TIMES * 8 * whole.len());
+    for (eight, to) in whole.iter().zip(to.chunks_exact_mut(8 * TIMES)) {
+        let next = eight.as_ptr().wrapping_add(from.len());
         _mm_prefetch::<_MM_HINT_T0>(next.cast());
+        // SAFETY: eight elements, and room for TIMES as many.
+        unsafe { spread_eight::<TIMES>(S::eight(eight.as_ptr()), to.as_mut_ptr()) };
     }
     if last.is_empty() {
         return;
     }
-    let (mut narrow, mut wide) = ([f16::ZERO; 8], [0.0; 8]);
+    let (mut narrow, mut wide) = ([S::default(); 8], [0.0; 32]);
     narrow[..last.len()].copy_from_slice(last);
-    eight(&narrow, &mut wide);
-    last_to.copy_from_slice(&wide[..last.len()]);
+    // SAFETY: as above.
+    unsafe { spread_eight::<TIMES>(S::eight(narrow.as_ptr()), wide.as_mut_ptr()) };
+    last_to.copy_from_slice(&wide[..last_to.len()]);
+}
+
+/// # Safety
+/// There is room for 8 TIMES elements.
+#[target_feature(enable = "avx2")]
+#[inline]
+unsafe fn spread_eight<const TIMES: usize>(x: __m256, to: *mut f32) {
+    let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    for part in 0..TIMES {
+        // Place `8 part + lane` holds element `(8 part + lane) / TIMES`.
+        let places = _mm256_add_epi32(lanes, _mm256_set1_epi32(8 * part as i32));
+        let from = _mm256_srli_epi32::<1>(places);
+        let from = match TIMES {
+            1 => places,
+            2 => from,
+            _ => _mm256_srli_epi32::<1>(from),
+        };
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_storeu_ps(to.add(8 * part), _mm256_permutevar8x32_ps(x, from)) };
+    }
 }
 
 #[target_feature(enable = "avx2")]
