@@ -43,4 +43,4 @@ pub use error::{Error, Result};
 pub use host::{install, log, memory_used};
 pub use options::Options;
 pub use target::{HeadSubset, Target, TargetFacts};
-pub use tensor::{Element, Mask, Tensor, gated_delta};
+pub use tensor::{Element, Mask, Tensor};

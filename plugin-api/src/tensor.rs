@@ -5,7 +5,7 @@ use std::fmt;
 use abi_stable::std_types::{RSlice, RSliceMut};
 
 use crate::abi::{
-    AttentionMask, BinaryOp, DType, GatedDelta, MAX_RANK, RawTensor, ReduceOp, TensorInfo, UnaryOp,
+    AttentionMask, BinaryOp, DType, MAX_RANK, RawTensor, ReduceOp, TensorInfo, UnaryOp,
 };
 use crate::error::{Error, Result};
 use crate::host::{api, check, op_error};
@@ -480,32 +480,4 @@ pub enum Mask {
     Causal,
     /// Boolean, broadcasts to `[B, heads, T, S]`, true = visible.
     Tensor(Tensor),
-}
-
-/// The gated delta rule over `T` steps. Returns `y` `[B, T, Hv, Dv]` and the states
-/// `[B, Hv, Dv, Dk]` after the last step, or after each. Arguments as in [`GatedDelta`].
-#[allow(clippy::too_many_arguments)] // the inputs of one kernel; a struct would only rename them
-pub fn gated_delta(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    decay: &Tensor,
-    beta: &Tensor,
-    state: &Tensor,
-    every_state: bool,
-) -> Result<(Tensor, Vec<Tensor>)> {
-    let out = api().gated_delta()(&GatedDelta {
-        q: q.0,
-        k: k.0,
-        v: v.0,
-        decay: decay.0,
-        beta: beta.0,
-        state: state.0,
-        every_state,
-    });
-    let mut tensors = out.into_iter().map(Tensor);
-    match tensors.next() {
-        Some(y) => Ok((y, tensors.collect())),
-        None => Err(op_error("gated_delta")),
-    }
 }

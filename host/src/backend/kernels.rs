@@ -1,14 +1,11 @@
-//! Slots that are whole blocks of a model: products, norms, attention, the gated delta rule.
+//! Slots that are parts of a model: products, norms, attention.
 
-use abi_stable::std_types::RVec;
 use mlx_rs::fast::{self, ScaledDotProductAttentionMask};
-use mlx_rs::{Array, Dtype, ops as mlx};
-use plugin_api::abi::{AttentionMask, GatedDelta, RawTensor};
+use mlx_rs::ops as mlx;
+use plugin_api::abi::{AttentionMask, RawTensor};
 
-use super::handle::{Explain, OpResult, lent, lent_opt, op, ops};
+use super::handle::{Explain, lent, lent_opt, op};
 use super::native::{self, MaskKind};
-use super::ops::slice_array;
-use crate::kernels::delta;
 
 pub(super) extern "C" fn matmul(a: RawTensor, b: RawTensor) -> RawTensor {
     op(|| lent(a)?.matmul(&*lent(b)?).explain())
@@ -93,102 +90,4 @@ pub(super) extern "C" fn attention(
         }
         fast::scaled_dot_product_attention(&*q, &*k, &*v, scale, mask, None).explain()
     })
-}
-
-pub(super) extern "C" fn gated_delta(inputs: &GatedDelta) -> RVec<RawTensor> {
-    ops(|| gated_delta_steps(inputs))
-}
-
-/// One step at a time, as the rule is written: `T = 1` and `T = K` round alike.
-fn gated_delta_steps(inputs: &GatedDelta) -> OpResult<Vec<Array>> {
-    let (q, k, v) = (lent(inputs.q)?, lent(inputs.k)?, lent(inputs.v)?);
-    let (decay, beta) = (lent(inputs.decay)?, lent(inputs.beta)?);
-    let mut state = Array::clone(&*lent(inputs.state)?);
-    let shapes = || {
-        format!(
-            "gated_delta of q {:?}, k {:?}, v {:?}, state {:?}",
-            q.shape(),
-            k.shape(),
-            v.shape(),
-            state.shape()
-        )
-    };
-    let (&[b, t, hk, dk], &[_, _, hv, dv]) = (q.shape(), v.shape()) else {
-        return Err(shapes());
-    };
-    let consistent = k.shape() == q.shape()
-        && v.shape() == [b, t, hv, dv]
-        && decay.shape() == [b, t, hv]
-        && beta.shape() == [b, t, hv]
-        && state.shape() == [b, hv, dv, dk]
-        && hk > 0
-        && hv % hk == 0;
-    if !consistent {
-        return Err(shapes());
-    }
-    let rule = delta::GatedDelta {
-        batch: b as usize,
-        width: t as usize,
-        key_heads: hk as usize,
-        value_heads: hv as usize,
-        key_dim: dk as usize,
-        value_dim: dv as usize,
-        every_state: inputs.every_state,
-    };
-    if let Some(done) = native::gated_delta(rule, [&q, &k, &v, &decay, &beta, &state]) {
-        return done;
-    }
-    let dtype = v.dtype();
-    let f32 = |x: &Array| x.as_dtype(Dtype::Float32).explain();
-    // [B, T, heads, D] to [B, Hv, T, D], key heads repeated for their value heads.
-    let by_head = |x: &Array, heads: i32, dim: i32| -> OpResult<Array> {
-        let mut x = f32(x)?;
-        if heads < hv {
-            let wide = [b, t, heads, hv / heads, dim];
-            x = x.reshape(&[b, t, heads, 1, dim]).explain()?;
-            x = mlx::broadcast_to(&x, &wide).explain()?;
-            x = x.reshape(&[b, t, hv, dim]).explain()?;
-        }
-        x.transpose_axes(&[0, 2, 1, 3]).explain()
-    };
-    let (q, k, v) = (
-        by_head(&q, hk, dk)?,
-        by_head(&k, hk, dk)?,
-        by_head(&v, hv, dv)?,
-    );
-    // [B, T, Hv] to [B, Hv, T, 1].
-    let per_step = |x: &Array| -> OpResult<Array> {
-        let x = f32(x)?.transpose_axes(&[0, 2, 1]).explain()?;
-        x.reshape(&[b, hv, t, 1]).explain()
-    };
-    let (decay, beta) = (per_step(&decay)?, per_step(&beta)?);
-    let at =
-        |x: &Array, step: i32, dim: i32| slice_array(x, &[0, 0, step, 0], &[b, hv, step + 1, dim]);
-
-    let mut outputs = Vec::with_capacity(t as usize);
-    let mut states = Vec::new();
-    for step in 0..t {
-        let row = at(&k, step, dk)?;
-        let column = |x: &Array, dim: i32| x.reshape(&[b, hv, dim, 1]).explain();
-        let decayed = state.multiply(&at(&decay, step, 1)?).explain()?;
-        let known = decayed.matmul(&column(&row, dk)?).explain()?;
-        let error = column(&at(&v, step, dv)?, dv)?.subtract(&known).explain()?;
-        let change = error.multiply(&at(&beta, step, 1)?).explain()?;
-        let change = change.multiply(&row).explain()?;
-        state = decayed.add(&change).explain()?;
-        let y = state.matmul(&column(&at(&q, step, dk)?, dk)?).explain()?;
-        outputs.push(y);
-        if inputs.every_state {
-            states.push(state.clone());
-        }
-    }
-    if !inputs.every_state {
-        states.push(state);
-    }
-    // T times [B, Hv, Dv, 1] to [B, T, Hv, Dv].
-    let y = mlx::concatenate(&outputs, 3).explain()?;
-    let y = y.transpose_axes(&[0, 3, 1, 2]).explain()?;
-    let mut all = vec![y.as_dtype(dtype).explain()?];
-    all.append(&mut states);
-    Ok(all)
 }

@@ -5,6 +5,7 @@
 //! stream.
 
 mod attend;
+mod delta;
 mod handle;
 mod kernels;
 mod native;
@@ -62,7 +63,7 @@ impl Table {
         rope: kernels::rope,
         attention: kernels::attention,
         attend: attend::attend,
-        gated_delta: kernels::gated_delta,
+        gated_delta: delta::gated_delta,
         checkpoint_open: weights::checkpoint_open,
         checkpoint_drop: weights::checkpoint_drop,
         checkpoint_config: weights::checkpoint_config,

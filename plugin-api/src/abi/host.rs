@@ -14,24 +14,40 @@ use super::types::{
 #[derive(StableAbi, Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawCheckpoint(pub *mut c_void);
 
-/// The inputs of one [`HostApi::gated_delta`] call; all borrowed.
+/// The arguments of one [`HostApi::gated_delta`] call; all borrowed. Channels `C = 2 Hk Dk + Hv Dv` are
+/// those of queries, keys and values, one after the other; value head `h` uses key head `h / (Hv / Hk)`.
 #[repr(C)]
 #[derive(StableAbi, Clone, Copy, Debug)]
-pub struct GatedDelta {
-    /// Queries `[B, T, Hk, Dk]`, normalised and scaled.
-    pub q: RawTensor,
-    /// Keys `[B, T, Hk, Dk]`, normalised.
-    pub k: RawTensor,
-    /// Values `[B, T, Hv, Dv]`; value head `h` uses key head `h / (Hv / Hk)`.
-    pub v: RawTensor,
-    /// Decay in (0, 1], `[B, T, Hv]`, f32.
-    pub decay: RawTensor,
-    /// Step size, `[B, T, Hv]`.
-    pub beta: RawTensor,
-    /// State before the first step, `[B, Hv, Dv, Dk]`, f32.
-    pub state: RawTensor,
-    /// Whether the state after every step is wanted, or only the last one.
-    pub every_state: bool,
+pub struct GatedDelta<'a> {
+    /// What goes into the convolution, `[B, T, C]`.
+    pub qkv: RawTensor,
+    /// What opens the gate of the outcome, `[B, T, Hv * Dv]`. Null: there is none, only states move on.
+    pub z: RawTensor,
+    /// `beta = sigmoid(b)`, `[B, T, Hv]`.
+    pub b: RawTensor,
+    /// `decay = exp(rate * softplus(a + dt_bias))`, `[B, T, Hv]`.
+    pub a: RawTensor,
+    /// What went into the convolution before, `[B, K-1, C]`.
+    pub conv: RawTensor,
+    /// The state before the first column, `[B, Hv, Dv, Dk]` f32.
+    pub recurrent: RawTensor,
+    /// Weights of the convolution, oldest first, `[K, C]`.
+    pub taps: RawTensor,
+    /// `-exp(A_log)`, `[Hv]` f32.
+    pub rate: RawTensor,
+    /// `[Hv]`.
+    pub dt_bias: RawTensor,
+    /// Weight of the outcome's RMSNorm, `[Dv]` f32.
+    pub norm: RawTensor,
+    /// Epsilon of that norm.
+    pub eps: f32,
+    /// `Hk`.
+    pub key_heads: i32,
+    /// Columns of each row that are filled. The others leave the state as it is; what they give is
+    /// to be ignored.
+    pub lens: RSlice<'a, i32>,
+    /// Whether the states after the last filled column are wanted.
+    pub advance: bool,
 }
 
 /// A weight matrix of one [`HostApi::project`] call; all borrowed.
@@ -228,10 +244,15 @@ pub struct HostApi {
     /// the only one may be written in place: use what is returned from there on, and clone the
     /// handle before where the old content is still wanted.
     pub attend: extern "C" fn(&Attend<'_>) -> RVec<RawTensor>,
-    /// The gated delta rule over `T` steps: `S *= decay; S += beta (v - S k) k^T; y = S q`.
-    /// Returns `y` `[B, T, Hv, Dv]`, then the states `[B, Hv, Dv, Dk]`: the last one, or all `T`.
-    /// Empty on failure.
-    pub gated_delta: extern "C" fn(&GatedDelta) -> RVec<RawTensor>,
+    /// Gated DeltaNet between its projections: the causal convolution with SiLU, L2 norms of queries
+    /// and keys, the rule `S *= decay; S += beta (v - S k) k^T; y = S q` column by column, and
+    /// `norm(y) * silu(z)`. Returns that, `[B, T, Hv * Dv]`, unless `z` is null; then, to `advance`, what
+    /// the next call's convolution has to see, `[B, K-1, C]`, and the state after the last filled
+    /// column, `[B, Hv, Dv, Dk]`, for which `recurrent` may be written in place as the caches of
+    /// `attend` are. Empty on failure. A call of the same columns gives the same states, bit for
+    /// bit, with and without `z` and whatever comes after them: so that one may look ahead
+    /// without advancing, and advance by fewer columns later.
+    pub gated_delta: extern "C" fn(&GatedDelta<'_>) -> RVec<RawTensor>,
 
     /// Opens a directory (config.json and safetensors) or a GGUF file. The handle is owned by the
     /// caller, who gives it back with `checkpoint_drop`.

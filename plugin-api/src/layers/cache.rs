@@ -3,6 +3,7 @@
 use crate::abi::{Attend, DType, RawTensor};
 use crate::error::{Error, Result};
 use crate::host::{api, op_error};
+use crate::layers::delta::DeltaPass;
 use crate::layers::{AttentionConfig, RmsNorm, Step};
 use crate::tensor::Tensor;
 
@@ -131,7 +132,7 @@ fn grow(buffer: Tensor, span: i32) -> Result<Tensor> {
 pub struct DeltaCache {
     pub(super) state: Option<DeltaState>,
     /// After a speculative pass, until it is resolved.
-    pub(super) pending: Option<PendingDelta>,
+    pub(super) pending: Option<DeltaPass>,
 }
 
 #[derive(Clone)]
@@ -140,40 +141,14 @@ pub(super) struct DeltaState {
     pub recurrent: Tensor,
 }
 
-/// Everything a speculative pass went through: the convolution's inputs `[B, K-1+T, C]`, and the
-/// recurrent state after each column.
-pub(super) struct PendingDelta {
-    pub window: Tensor,
-    pub states: Vec<Tensor>,
-}
-
 impl DeltaCache {
     /// Ends a pass: row `b` keeps its first `kept[b]` columns.
     ///
     /// After a plain pass there is nothing to do: padding has not touched the state.
     pub fn resolve(&mut self, kept: &[i32]) -> Result<()> {
-        let Some(PendingDelta { window, states }) = self.pending.take() else {
-            return Ok(());
-        };
-        let taps = window.dim(1) - states.len() as i32;
-        let conv = window.columns(kept, taps)?;
-        let at = |n: i32| -> Result<&Tensor> {
-            usize::try_from(n - 1)
-                .ok()
-                .and_then(|i| states.get(i))
-                .ok_or_else(|| Error::failed(format!("{n} of {} columns kept", states.len())))
-        };
-        let recurrent = match kept {
-            [first, rest @ ..] if rest.iter().all(|n| n == first) => at(*first)?.clone(),
-            _ => {
-                let rows = (0..)
-                    .zip(kept)
-                    .map(|(row, &n)| at(n)?.slice(0, row, row + 1))
-                    .collect::<Result<Vec<_>>>()?;
-                Tensor::concat(&rows.iter().collect::<Vec<_>>(), 0)?
-            }
-        };
-        self.state = Some(DeltaState { conv, recurrent });
+        if let Some(pass) = self.pending.take() {
+            self.state = Some(pass.advanced(kept)?);
+        }
         Ok(())
     }
 

@@ -2,15 +2,13 @@
 //!
 //! Formulas: `formats` of the Qwen3-Next/Qwen3.5 releases; Yang et al., "Gated Delta Networks".
 
-use crate::abi::{DType, UnaryOp};
+use crate::abi::{DType, GatedDelta, RawTensor};
 use crate::checkpoint::Weights;
 use crate::error::Result;
-use crate::layers::cache::{DeltaState, PendingDelta};
+use crate::host::{api, op_error};
+use crate::layers::cache::DeltaState;
 use crate::layers::{DeltaCache, Linear, Project, RmsNorm, Step};
-use crate::tensor::{Tensor, gated_delta};
-
-/// Epsilon inside the L2 norm of queries and keys.
-const L2_EPS: f32 = 1e-6;
+use crate::tensor::Tensor;
 
 /// The shape of a Gated DeltaNet layer.
 #[derive(Clone, Copy, Debug)]
@@ -53,11 +51,12 @@ pub struct GatedDeltaNet {
     b: Linear,
     a: Linear,
     out: Linear,
-    /// `[C]` per tap, oldest first.
-    taps: Vec<Tensor>,
+    /// `[K, C]`, oldest first.
+    taps: Tensor,
     /// `-exp(A_log)`, `[Hv]` f32.
     rate: Tensor,
     dt_bias: Tensor,
+    /// f32.
     norm: Tensor,
 }
 
@@ -78,10 +77,11 @@ impl GatedDeltaNet {
             let problem = format!("has shape {:?}, the config says {expected}", conv.shape());
             return Err(w.error("conv1d.weight", problem));
         }
+        // Row by row, as kernels read them: a transposed view would be copied in every call.
         let conv = conv.reshape(&[channels, kernel])?.transpose(&[1, 0])?;
-        let taps = (0..kernel)
-            .map(|j| conv.slice(0, j, j + 1)?.reshape(&[channels]))
-            .collect::<Result<_>>()?;
+        let taps = (0..kernel).map(|tap| conv.slice(0, tap, tap + 1));
+        let taps = taps.collect::<Result<Vec<_>>>()?;
+        let taps = Tensor::concat(&taps.iter().collect::<Vec<_>>(), 0)?;
         let rate = w
             .shaped("A_log", &[value_heads])?
             .astype(DType::F32)?
@@ -97,7 +97,10 @@ impl GatedDeltaNet {
             rate,
             dt_bias: w.shaped("dt_bias", &[value_heads])?,
             // Never stored minus one, unlike the other norms of a raw checkpoint.
-            norm: w.child("norm").shaped("weight", &[config.value_dim])?,
+            norm: w
+                .child("norm")
+                .shaped("weight", &[config.value_dim])?
+                .astype(DType::F32)?,
             config,
         })
     }
@@ -107,8 +110,7 @@ impl GatedDeltaNet {
         [&self.qkv, &self.z, &self.b, &self.a, &self.out]
             .into_iter()
             .flat_map(Linear::tensors)
-            .chain(&self.taps)
-            .chain([&self.rate, &self.dt_bias, &self.norm])
+            .chain([&self.taps, &self.rate, &self.dt_bias, &self.norm])
             .collect()
     }
 
@@ -121,7 +123,7 @@ impl GatedDeltaNet {
         cache: &mut DeltaCache,
     ) -> Result<Tensor> {
         let c = &self.config;
-        let (rows, width) = (step.rows(), step.width());
+        let rows = step.rows();
         let inputs = [&self.qkv, &self.z, &self.b, &self.a];
         let [qkv, z, b, a] = Project::of(h).norm(norm).through(inputs)?;
         let before = match cache.state.take() {
@@ -135,65 +137,83 @@ impl GatedDeltaNet {
                 )?,
             },
         };
-        let window = Tensor::concat(&[&before.conv, &qkv], 1)?;
-        let mixed = self.convolve(&window, width)?;
-        let part = |from: i32, heads: i32, dim: i32| -> Result<Tensor> {
-            mixed
-                .slice(2, from, from + heads * dim)?
-                .reshape(&[rows, width, heads, dim])
+        let pass = DeltaPass {
+            qkv,
+            b,
+            a,
+            before,
+            taps: self.taps.clone(),
+            rate: self.rate.clone(),
+            dt_bias: self.dt_bias.clone(),
+            norm: self.norm.clone(),
+            eps: c.eps,
+            key_heads: c.key_heads,
         };
-        let q = part(0, c.key_heads, c.key_dim)?;
-        let k = part(c.keys(), c.key_heads, c.key_dim)?;
-        let v = part(2 * c.keys(), c.value_heads, c.value_dim)?;
-        // x / sqrt(sum x^2 + eps), written as an RMS norm; queries are also scaled by Dk^-1/2.
-        let dim = c.key_dim as f32;
-        let q = q.rms_norm(None, L2_EPS / dim)?.scale(1.0 / dim)?;
-        let k = k.rms_norm(None, L2_EPS / dim)?.scale(dim.powf(-0.5))?;
-
-        let beta = b.sigmoid()?;
-        let decay = a
-            .add(&self.dt_bias)?
-            .astype(DType::F32)?
-            .unary(UnaryOp::SOFTPLUS)?
-            .mul(&self.rate)?
-            .exp()?;
-        // Padding leaves the state as it is: no decay, no update.
-        let beta = step.padded_with(&beta, 0.0)?;
-        let decay = step.padded_with(&decay, 1.0)?;
-
-        let speculative = step.speculative();
-        let (y, mut states) =
-            gated_delta(&q, &k, &v, &decay, &beta, &before.recurrent, speculative)?;
-        if speculative {
-            cache.pending = Some(PendingDelta { window, states });
-        } else if let Some(recurrent) = states.pop() {
-            let conv = window.columns(step.lens(), c.kernel - 1)?;
-            cache.state = Some(DeltaState { conv, recurrent });
+        let (y, after) = pass.run(Some(&z), step.lens(), !step.speculative())?;
+        match after {
+            Some(state) => cache.state = Some(state),
+            None => cache.pending = Some(pass),
         }
-
-        let z = z.reshape(&y.shape())?.astype(DType::F32)?;
-        let y = y
-            .astype(DType::F32)?
-            .rms_norm(Some(&self.norm.astype(DType::F32)?), c.eps)?
-            .mul(&z.silu()?)?
-            .astype(h.dtype())?
-            .reshape(&[rows, width, c.values()])?;
+        let y = y.ok_or_else(|| op_error("gated_delta"))?;
         Project::of(&y).plus(h).with(&self.out)
     }
+}
 
-    /// The causal depthwise convolution and its activation: `[B, K-1+T, C]` to `[B, T, C]`.
-    fn convolve(&self, window: &Tensor, width: i32) -> Result<Tensor> {
-        let mut sum: Option<Tensor> = None;
-        for (j, tap) in (0..).zip(&self.taps) {
-            let term = window.slice(1, j, j + width)?.mul(tap)?;
-            sum = Some(match sum {
-                Some(sum) => sum.add(&term)?,
-                None => term,
-            });
+/// The arguments of a pass, which is run to look ahead and run again to advance by what was kept.
+pub(super) struct DeltaPass {
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    before: DeltaState,
+    taps: Tensor,
+    rate: Tensor,
+    dt_bias: Tensor,
+    norm: Tensor,
+    eps: f32,
+    key_heads: i32,
+}
+
+impl DeltaPass {
+    /// The outcome, with `z`, and the state after the first `lens[b]` columns of each row, to advance.
+    fn run(
+        &self,
+        z: Option<&Tensor>,
+        lens: &[i32],
+        advance: bool,
+    ) -> Result<(Option<Tensor>, Option<DeltaState>)> {
+        let out = api().gated_delta()(&GatedDelta {
+            qkv: self.qkv.raw(),
+            z: z.map_or(RawTensor::NULL, Tensor::raw),
+            b: self.b.raw(),
+            a: self.a.raw(),
+            conv: self.before.conv.raw(),
+            recurrent: self.before.recurrent.raw(),
+            taps: self.taps.raw(),
+            rate: self.rate.raw(),
+            dt_bias: self.dt_bias.raw(),
+            norm: self.norm.raw(),
+            eps: self.eps,
+            key_heads: self.key_heads,
+            lens: lens.into(),
+            advance,
+        });
+        let out = out.into_iter().map(|raw| Tensor::own("gated_delta", raw));
+        let mut out = out.collect::<Result<Vec<_>>>()?.into_iter();
+        let y = if z.is_some() { out.next() } else { None };
+        let after = match (out.next(), out.next()) {
+            (Some(conv), Some(recurrent)) => Some(DeltaState { conv, recurrent }),
+            _ => None,
+        };
+        if y.is_some() == z.is_some() && after.is_some() == advance {
+            Ok((y, after))
+        } else {
+            Err(op_error("gated_delta"))
         }
-        match sum {
-            Some(sum) => sum.silu(),
-            None => window.slice(1, 0, width)?.silu(),
-        }
+    }
+
+    /// The state after the first `kept[b]` columns of each row.
+    pub fn advanced(&self, kept: &[i32]) -> Result<DeltaState> {
+        let (_, after) = self.run(None, kept, true)?;
+        after.ok_or_else(|| op_error("gated_delta"))
     }
 }

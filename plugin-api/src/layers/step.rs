@@ -1,7 +1,6 @@
 //! Where the rows of a group stand in one forward pass.
 
 use crate::error::{Error, Result};
-use crate::tensor::Tensor;
 
 /// One forward pass over `B` rows and `width` new columns, shared by all layers.
 ///
@@ -12,7 +11,6 @@ pub struct Step {
     lens: Vec<i32>,
     width: i32,
     speculative: bool,
-    valid: Option<Tensor>,
 }
 
 impl Step {
@@ -25,19 +23,11 @@ impl Step {
                 "a pass of width {width} with offsets {offsets:?} and lens {lens:?}"
             )));
         }
-        let valid = if lens.iter().all(|&n| n == width) {
-            None
-        } else {
-            let columns = Tensor::arange(0, width)?.reshape(&[1, width])?;
-            let lens = Tensor::from_slice(lens, &[lens.len() as i32, 1])?;
-            Some(columns.less(&lens)?)
-        };
         Ok(Self {
             offsets: offsets.to_vec(),
             lens: lens.to_vec(),
             width,
             speculative,
-            valid,
         })
     }
 
@@ -64,19 +54,5 @@ impl Step {
     /// Whether recurrent caches keep what they need to go back.
     pub fn speculative(&self) -> bool {
         self.speculative
-    }
-
-    /// `[B, T]` bool, true where a column is filled; none when all are.
-    pub fn valid(&self) -> Option<&Tensor> {
-        self.valid.as_ref()
-    }
-
-    /// `x` `[B, T, n]` where columns are filled, `value` where they are padding.
-    pub fn padded_with(&self, x: &Tensor, value: f32) -> Result<Tensor> {
-        let Some(valid) = &self.valid else {
-            return Ok(x.clone());
-        };
-        let valid = valid.reshape(&[self.rows(), self.width, 1])?;
-        x.select(&valid, &Tensor::full(&[], value, x.dtype())?)
     }
 }
