@@ -26,10 +26,10 @@ MODELS   := $(DESTDIR)$(PREFIX)/share/mlxhost/models
 TARGET   := smollm2-135m-instruct
 DRAFTERS := smollm2-mtp
 
-.PHONY: help build model run test lint bench bench-peers bench-kernels install clean
+.PHONY: help build model run test lint bench bench-peers bench-kernels bench-instructions install clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo '  make run PROMPT="..." PLUGIN=ngram ARGS="--temperature 0.7"'
 	@echo '  make install PREFIX=/usr/local DESTDIR='
@@ -74,6 +74,9 @@ bench-peers: ## install the other engines for `make bench` (compiles llama.cpp)
 bench-kernels: ## what the plugin boundary costs
 	$(CARGO) build --release -p qwen_mtp
 	MLXHOST_TESTS_BUILT=1 $(CARGO) bench -p mlxhost-tests
+
+bench-instructions: model build ## instructions per token against the kept counts (needs valgrind)
+	$(PYTHON) bench/instructions.py $(ARGS)
 
 install: model build ## program, plugins, libmlx and demo model below PREFIX
 	@# Cargo tells where libmlx lies: .../mlx/lib, on Linux with .../*.libs beside .../mlx.

@@ -32,6 +32,8 @@ GROUP = 32
 # Slow on a CPU, so little of it.
 PLAN = sample.Plan(prefill=(64,), decode=16, widths=(1, 2, 4), passes=3)
 QUICK = sample.Plan(prefill=(64,), decode=4, widths=(1, 4), passes=1)
+# What comes as a folder is larger than the demo model: seconds for a token.
+FOLDER = sample.Plan(prefill=(1,), decode=2, widths=(1,), passes=1)
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -173,13 +175,14 @@ class MlxLm:
     """A `sample.Engine`."""
 
     def __init__(self, folder: Path) -> None:
-        from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+        from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
         from mlx_lm.utils import load_model
 
         self.model, config = load_model(folder)
         self.vocab = config.get("text_config", config)["vocab_size"]
-        self.cache = make_prompt_cache(self.model)
-        self.trim = trim_prompt_cache
+        self.fresh = lambda: make_prompt_cache(self.model)
+        self.cache = self.fresh()
+        self.can_trim, self.trim = can_trim_prompt_cache, trim_prompt_cache
 
     def forward(self, tokens: list[int], all_rows: bool = False) -> int:
         if not all_rows and len(tokens) > 1:
@@ -192,7 +195,11 @@ class MlxLm:
         return mx.argmax(logits[0, -1]).item()
 
     def rollback(self, length: int) -> None:
-        self.trim(self.cache, self.cache[0].offset - length)
+        if length == 0:
+            self.cache = self.fresh()
+        elif self.can_trim(self.cache):
+            self.trim(self.cache, self.cache[0].offset - length)
+        # Else it is recurrent and stays: passes start some tokens later, which costs them little.
 
 
 def main() -> None:
@@ -204,7 +211,7 @@ def main() -> None:
     folder = args.model if args.model.is_dir() else converted(args.model)
     import mlx_lm.utils  # noqa: F401  # not part of loading the model
 
-    plan = QUICK if args.quick else PLAN
+    plan = FOLDER if args.model.is_dir() else QUICK if args.quick else PLAN
     return sample.report(lambda: MlxLm(folder), plan, args.threads)
 
 

@@ -31,7 +31,9 @@ fn quantized(c: &mut Criterion) {
                     matrices: &[Matrix::Quantized(matrix)],
                     offsets: &[None],
                     gate: None,
+                    post_norm: None,
                     residual: None,
+                    scale: 1.0,
                     exact,
                 };
                 group.bench_function(BenchmarkId::new(name, rows), |b| {

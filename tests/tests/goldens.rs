@@ -122,6 +122,21 @@ fn quantized_qwen3_agrees_with_peers() {
 }
 
 #[test]
+fn gemma4_with_inputs_per_layer_and_shared_keys_agrees_with_peers() {
+    agrees_with_peers("gemma4-f32");
+}
+
+#[test]
+fn quantized_gemma4_agrees_with_peers() {
+    agrees_with_peers("gemma4-4bit-g32-f32");
+}
+
+#[test]
+fn gemma4_whose_keys_are_values_too_agrees_with_peers() {
+    agrees_with_peers("gemma4-31b-f32");
+}
+
+#[test]
 fn qwen3_5_agrees_with_peers() {
     agrees_with_peers("qwen3_5-f32");
 }

@@ -93,6 +93,11 @@ fn qwen3_answers_together_as_alone() {
 }
 
 #[test]
+fn gemma4_answers_together_as_alone() {
+    like_alone_with_forced_drafts("gemma4-4bit-g32-f32", &[2, 5]);
+}
+
+#[test]
 fn quantized_qwen3_answers_together_as_alone() {
     like_alone_with_forced_drafts("qwen3-4bit-g32-f32", &[5]);
 }
@@ -167,6 +172,9 @@ fn two_prompts_together_give_what_peers_give() {
         "qwen3_5-f32",
         "qwen3_5-4bit-g64-f32",
         "qwen3_5-hf-f32",
+        "gemma4-f32",
+        "gemma4-4bit-g32-f32",
+        "gemma4-31b-f32",
     ] {
         let path = format!("oracle/goldens/target-{name}/golden.json");
         let batch = &json(&fixture(&path))["batch2"];

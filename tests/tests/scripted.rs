@@ -58,6 +58,10 @@ impl Scripted {
 
 /// Greedy and sampled answers under every forced acceptance.
 fn drafts_change_nothing(model: &Path) {
+    drafts_change_nothing_after(model, &prompt(), &[1, 2, 3, 4, 5]);
+}
+
+fn drafts_change_nothing_after(model: &Path, prompt: &[i32], depths: &[usize]) {
     let _lock = engine_lock();
     // These models are sure of themselves: a high temperature makes them try other tokens.
     let hot = Sampling {
@@ -67,7 +71,7 @@ fn drafts_change_nothing(model: &Path) {
     let samplings = [Sampling::default(), sampled(1), hot];
     let requests = samplings.map(|sampling| Request {
         sampling,
-        ..request(&prompt(), TOKENS)
+        ..request(prompt, TOKENS)
     });
     let plain = engine(model, None);
     let answers = requests.each_ref().map(|request| ask(&plain, request));
@@ -77,7 +81,7 @@ fn drafts_change_nothing(model: &Path) {
 
     let mut scripted = Scripted::new(model);
     for (request, plain) in requests.iter().zip(&answers) {
-        for depth in 1..=5usize {
+        for &depth in depths {
             for accept in patterns(depth) {
                 let request = Request {
                     depth: Some(depth as u32),
@@ -117,6 +121,18 @@ fn drafts_change_nothing_for_qwen3() {
 #[test]
 fn drafts_change_nothing_for_quantized_qwen3() {
     drafts_change_nothing(&checkpoint("qwen3-4bit-g32-f32"));
+}
+
+#[test]
+fn drafts_change_nothing_for_gemma4() {
+    drafts_change_nothing(&checkpoint("gemma4-31b-f32"));
+}
+
+/// The caches of the sliding layers have 512 columns: the answer goes on at their beginning.
+#[test]
+fn drafts_change_nothing_where_the_windows_of_gemma4_turn_over() {
+    let prompt: Vec<i32> = prompt().into_iter().cycle().take(505).collect();
+    drafts_change_nothing_after(&checkpoint("gemma4-4bit-g32-f32"), &prompt, &[4]);
 }
 
 #[test]

@@ -9,22 +9,26 @@ use plugin_api::abi::{self, RawTensor};
 use super::handle::{Explain, Lent, OpResult, lent, lent_opt, ops};
 use super::native;
 use super::ops::{slice_array, slice_update_array};
+use crate::kernels::attend::fits;
 
 /// The arguments of a call, as arrays.
 pub(super) struct SelfAttention {
     pub q: Lent,
-    pub k: Lent,
-    pub v: Lent,
+    pub k: Option<Lent>,
+    pub v: Option<Lent>,
     pub keys: Lent,
     pub values: Lent,
-    /// Weights for queries and keys, and epsilon.
-    pub norms: Option<(Lent, Lent, f32)>,
+    pub q_norm: Option<Lent>,
+    pub k_norm: Option<Lent>,
+    pub v_norm: bool,
+    pub eps: f32,
     pub heads: i32,
     pub gated: bool,
     pub rope_dims: i32,
     pub rope_base: f32,
     pub rope_freqs: Option<Lent>,
     pub rope_scale: f32,
+    pub positions: Vec<i32>,
     pub offsets: Vec<i32>,
     pub window: i32,
     pub scale: f32,
@@ -32,24 +36,23 @@ pub(super) struct SelfAttention {
 
 impl SelfAttention {
     fn new(raw: &abi::Attend<'_>) -> OpResult<Self> {
-        let norms = match (lent_opt(raw.q_norm)?, lent_opt(raw.k_norm)?) {
-            (Some(q), Some(k)) => Some((q, k, raw.eps)),
-            (None, None) => None,
-            _ => return Err("one norm of two is absent".to_owned()),
-        };
         let args = Self {
             q: lent(raw.q)?,
-            k: lent(raw.k)?,
-            v: lent(raw.v)?,
+            k: lent_opt(raw.k)?,
+            v: lent_opt(raw.v)?,
             keys: lent(raw.keys)?,
             values: lent(raw.values)?,
-            norms,
+            q_norm: lent_opt(raw.q_norm)?,
+            k_norm: lent_opt(raw.k_norm)?,
+            v_norm: raw.v_norm,
+            eps: raw.eps,
             heads: raw.heads,
             gated: raw.gated,
             rope_dims: raw.rope_dims,
             rope_base: raw.rope_base,
             rope_freqs: lent_opt(raw.rope_freqs)?,
             rope_scale: raw.rope_scale,
+            positions: raw.positions.to_vec(),
             offsets: raw.offsets.to_vec(),
             window: raw.window,
             scale: raw.scale,
@@ -63,8 +66,8 @@ impl SelfAttention {
             format!(
                 "attend of q {:?}, k {:?}, v {:?}, cached {:?} and {:?}, offsets {:?}",
                 self.q.shape(),
-                self.k.shape(),
-                self.v.shape(),
+                self.k.as_deref().map(Array::shape),
+                self.v.as_deref().map(Array::shape),
                 self.keys.shape(),
                 self.values.shape(),
                 self.offsets
@@ -75,22 +78,29 @@ impl SelfAttention {
             return Err(shapes());
         };
         let sides = if self.gated { 2 } else { 1 };
-        let room = |&offset: &i32| offset >= 0 && offset <= capacity - t;
+        let alike = |x: &Array| x.shape() == [b, t, kv_heads * dim];
         let fits = heads == kv_heads
             && kv_heads > 0
             && self.heads > 0
             && self.heads % kv_heads == 0
             && i64::from(queries) == i64::from(self.heads) * i64::from(dim) * sides
-            && self.k.shape() == [b, t, kv_heads * dim]
-            && self.v.shape() == self.k.shape()
+            && self.k.as_deref().is_none_or(alike)
+            && self.v.as_deref().is_none_or(alike)
+            && (self.k.is_some() || self.v.is_none())
             && self.keys.shape()[0] == b
             && self.values.shape() == self.keys.shape()
             && self.offsets.len() == b as usize
-            && self.offsets.iter().all(room)
+            && self.positions.len() == b as usize
             && self.rope_dims >= 0
             && self.rope_dims <= dim
             && self.rope_dims % 2 == 0
-            && self.window >= 0;
+            && self.window >= 0
+            && fits(
+                &self.offsets,
+                t as usize,
+                capacity as usize,
+                self.window as usize,
+            );
         if fits { Ok(()) } else { Err(shapes()) }
     }
 
@@ -107,12 +117,12 @@ impl SelfAttention {
             gate = Some(slice_array(&q, &from, &to)?.reshape(&flat).explain()?);
             q = slice_array(&q, &[0; 4], &[b, t, self.heads, dim])?;
         }
-        let (mut k, v) = (by_head(&self.k, kv_heads)?, by_head(&self.v, kv_heads)?);
-        if let Some((q_norm, k_norm, eps)) = &self.norms {
-            q = fast::rms_norm(&q, Some(&**q_norm), *eps).explain()?;
-            k = fast::rms_norm(&k, Some(&**k_norm), *eps).explain()?;
-        }
-        let offsets = Array::from_slice(&self.offsets, &[b]);
+        let normed = |x: Array, weight: &Option<Lent>| match weight {
+            Some(weight) => fast::rms_norm(&x, Some(&**weight), self.eps).explain(),
+            None => Ok(x),
+        };
+        q = normed(q, &self.q_norm)?;
+        let positions = Array::from_slice(&self.positions, &[b]);
         let turned = |x: &Array| -> OpResult<Array> {
             let x = x.transpose_axes(&[0, 2, 1, 3]).explain()?;
             if self.rope_dims == 0 {
@@ -121,19 +131,28 @@ impl SelfAttention {
             let base = self.rope_freqs.is_none().then_some(self.rope_base);
             let freqs = self.rope_freqs.as_deref();
             let (dims, scale) = (self.rope_dims, self.rope_scale);
-            fast::rope_dynamic(&x, dims, false, base, scale, &offsets, freqs).explain()
+            fast::rope_dynamic(&x, dims, false, base, scale, &positions, freqs).explain()
         };
-        let (q, k) = (turned(&q)?, turned(&k)?);
-        let v = v.transpose_axes(&[0, 2, 1, 3]).explain()?;
-        let keys = self.written(&self.keys, &k)?;
-        let values = self.written(&self.values, &v)?;
-        let span = self.offsets.iter().max().copied().unwrap_or(0) + t;
+        let q = turned(&q)?;
+        let mut caches = vec![Array::clone(&self.keys), Array::clone(&self.values)];
+        if let Some(k) = &self.k {
+            let mut v = by_head(self.v.as_ref().unwrap_or(k), kv_heads)?;
+            if self.v_norm {
+                v = fast::rms_norm(&v, None::<&Array>, self.eps).explain()?;
+            }
+            let v = v.transpose_axes(&[0, 2, 1, 3]).explain()?;
+            let k = turned(&normed(by_head(k, kv_heads)?, &self.k_norm)?)?;
+            caches = vec![
+                self.written(&self.keys, &k)?,
+                self.written(&self.values, &v)?,
+            ];
+        }
+        let (span, mask) = self.mask(t)?;
         let seen = [b, kv_heads, span, dim];
-        let mask = self.mask(span, t)?;
         let mixed = fast::scaled_dot_product_attention(
             &q,
-            &slice_array(&keys, &[0; 4], &seen)?,
-            &slice_array(&values, &[0; 4], &seen)?,
+            &slice_array(&caches[0], &[0; 4], &seen)?,
+            &slice_array(&caches[1], &[0; 4], &seen)?,
             self.scale,
             ScaledDotProductAttentionMask::Array(&mask),
             None,
@@ -145,41 +164,62 @@ impl SelfAttention {
             let open = mlx::sigmoid(&gate).explain()?;
             mixed = mixed.multiply(&open).explain()?;
         }
-        Ok(vec![mixed, keys, values])
+        let mut all = vec![mixed];
+        if self.k.is_some() {
+            all.append(&mut caches);
+        }
+        Ok(all)
     }
 
     /// The cache with a pass's columns at each row's offset.
     fn written(&self, cache: &Array, columns: &Array) -> OpResult<Array> {
-        let first = self.offsets[0];
-        if self.offsets.iter().all(|&offset| offset == first) {
-            return slice_update_array(cache, columns, &[0, 0, first, 0]);
-        }
-        let mut cache = cache.clone();
         let &[_, heads, width, dim] = columns.shape() else {
             return Err("columns of another rank".to_owned());
         };
+        let (first, capacity) = (self.offsets[0], cache.shape()[2]);
+        if first + width <= capacity && self.offsets.iter().all(|&offset| offset == first) {
+            return slice_update_array(cache, columns, &[0, 0, first, 0]);
+        }
+        let mut cache = cache.clone();
         for (row, &offset) in (0..).zip(&self.offsets) {
-            let own = slice_array(columns, &[row, 0, 0, 0], &[row + 1, heads, width, dim])?;
-            cache = slice_update_array(&cache, &own, &[row, 0, offset, 0])?;
+            // Up to the last column of the cache, then on from its first one.
+            let at = offset % capacity;
+            let split = width.min(capacity - at);
+            for (from, to, at) in [(0, split, at), (split, width, 0)] {
+                if from < to {
+                    let (start, stop) = ([row, 0, from, 0], [row + 1, heads, to, dim]);
+                    let part = slice_array(columns, &start, &stop)?;
+                    cache = slice_update_array(&cache, &part, &[row, 0, at, 0])?;
+                }
+            }
         }
         Ok(cache)
     }
 
-    /// `[B, 1, T, span]`, true where a query may look.
-    fn mask(&self, span: i32, t: i32) -> OpResult<Array> {
-        let rows = self.offsets.len() as i32;
-        let keys = mlx::arange::<_, i32>(0, span, 1).explain()?;
-        let columns = mlx::arange::<_, i32>(0, t, 1).explain()?;
-        let columns = columns.reshape(&[1, 1, t, 1]).explain()?;
-        let own = Array::from_slice(&self.offsets, &[rows, 1, 1, 1]);
-        let own = own.add(&columns).explain()?;
-        let keys = keys.reshape(&[1, 1, 1, span]).explain()?;
-        let past = keys.le(&own).explain()?;
-        if self.window == 0 {
-            return Ok(past);
+    /// How many columns of the caches there are to look at, and `[B, 1, T, columns]`, true where a query
+    /// may look.
+    fn mask(&self, t: i32) -> OpResult<(i32, Array)> {
+        let capacity = self.keys.shape()[2];
+        let longest = self.offsets.iter().max().copied().unwrap_or(0) + t;
+        let span = longest.min(capacity);
+        let window = if self.window == 0 {
+            i32::MAX
+        } else {
+            self.window
+        };
+        let mut mask = Vec::with_capacity(self.offsets.len() * (t * span) as usize);
+        for &offset in &self.offsets {
+            let last = offset + t - 1;
+            for own in offset..=last {
+                mask.extend((0..span).map(|column| {
+                    // The last position that was put there.
+                    let position = last - (last - column).rem_euclid(capacity);
+                    position >= 0 && position <= own && own - position < window
+                }));
+            }
         }
-        let first = own.subtract(Array::from_int(self.window)).explain()?;
-        past.logical_and(&keys.gt(&first).explain()?).explain()
+        let shape = [self.offsets.len() as i32, 1, t, span];
+        Ok((span, Array::from_slice(&mask, &shape)))
     }
 }
 

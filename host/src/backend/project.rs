@@ -6,7 +6,7 @@ use plugin_api::abi::{self, RawMatrix, RawTensor, UnaryOp};
 
 use super::handle::{Explain, Lent, OpResult, lent, lent_opt, ops};
 use super::native;
-use super::ops::gelu_tanh;
+use super::ops::{gelu_tanh, scalar};
 use crate::kernels::rows::Gate;
 
 /// Packed weights' scales.
@@ -30,7 +30,10 @@ pub(super) struct Projection {
     pub norm: Option<(Lent, f32)>,
     pub matrices: Vec<Matrix>,
     pub gate: Option<Gate>,
+    /// Weight and epsilon.
+    pub post_norm: Option<(Lent, f32)>,
     pub residual: Option<Lent>,
+    pub scale: f32,
 }
 
 impl Matrix {
@@ -82,10 +85,12 @@ impl Projection {
         let matrices = raw.matrices.iter().map(Matrix::new);
         let matrices = matrices.collect::<OpResult<Vec<_>>>()?;
         let residual = lent_opt(raw.residual)?;
-        let fits = match (gate, &residual) {
+        let post_norm = lent_opt(raw.post_norm)?.map(|weight| (weight, raw.post_eps));
+        let only = residual.is_some() || post_norm.is_some() || raw.scale != 1.0;
+        let fits = match (gate, only) {
             (Some(_), _) => matrices.len() == 2,
-            (None, Some(_)) => matrices.len() == 1,
-            (None, None) => !matrices.is_empty(),
+            (None, true) => matrices.len() == 1,
+            (None, false) => !matrices.is_empty(),
         };
         if !fits {
             return Err(format!(
@@ -98,7 +103,9 @@ impl Projection {
             norm: lent_opt(raw.norm)?.map(|weight| (weight, raw.eps)),
             matrices,
             gate,
+            post_norm,
             residual,
+            scale: raw.scale,
         })
     }
 
@@ -123,8 +130,16 @@ impl Projection {
             };
             products = vec![open.multiply(second).explain()?];
         }
-        if let (Some(residual), [only]) = (&self.residual, &products[..]) {
-            products = vec![residual.add(only).explain()?];
+        if let [only] = &mut products[..] {
+            if let Some((weight, eps)) = &self.post_norm {
+                *only = fast::rms_norm(&*only, Some(&**weight), *eps).explain()?;
+            }
+            if let Some(residual) = &self.residual {
+                *only = residual.add(&*only).explain()?;
+            }
+            if self.scale != 1.0 {
+                *only = only.multiply(scalar(self.scale, only.dtype())?).explain()?;
+            }
         }
         Ok(products)
     }

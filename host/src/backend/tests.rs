@@ -174,7 +174,7 @@ proptest! {
         (rows, outputs, groups) in (1..20i32, 1..40i32, 1..5i32),
         group in prop::sample::select(vec![32, 64, 128]),
         bits in prop::sample::select(vec![0, 4, 8]),
-        (normed, gated, narrow) in any::<(bool, bool, bool)>(),
+        (normed, gated, narrow, finished) in any::<(bool, bool, bool, bool)>(),
         seed in 0..1000u64,
     ) {
         let _serial = serial();
@@ -192,6 +192,7 @@ proptest! {
         let dense = tensor(seed + 3, &[outputs, inputs]);
         let offset = tensor(seed + 4, &[outputs]);
         let residual = tensor(seed + 5, &[1, rows, outputs]);
+        let post_norm = tensor(seed + 6, &[outputs]);
         let null = RawTensor::NULL;
         let matrix = RawMatrix {
             weight: if bits == 0 { dense.raw() } else { packed.raw() },
@@ -209,7 +210,10 @@ proptest! {
                 eps: 1e-5,
                 matrices: matrices[..if gated { 2 } else { 1 }].into(),
                 gate: if gated { UnaryOp::SILU } else { UnaryOp::NONE },
+                post_norm: if finished { post_norm.raw() } else { null },
+                post_eps: 1e-5,
                 residual: residual.raw(),
+                scale: if finished { 0.5 } else { 1.0 },
             });
             assert_eq!(out.len(), 1, "{}", (super::api().take_error())());
             // SAFETY: a new tensor, handed over.
@@ -237,7 +241,10 @@ proptest! {
         let q = tensor(seed, &[b, t, heads * d * if gated { 2 } else { 1 }]);
         let k = tensor(seed + 1, &[b, t, kv_heads * d]);
         let v = tensor(seed + 2, &[b, t, kv_heads * d]);
-        let cache = |seed| tensor(seed, &[b, kv_heads, 64, d]);
+        // With a window, later passes go on at the caches' beginning.
+        let capacity = if window == 0 { 64 } else { window + t + 2 };
+        let cache = |seed| tensor(seed, &[b, kv_heads, capacity, d]);
+        let positions: Vec<i32> = offsets.iter().map(|offset| offset + 1).collect();
         let (keys, values) = (cache(seed + 3), cache(seed + 4));
         let norm = tensor(seed + 5, &[d]);
         let rope_dims = (half / 2 + 1) * 2;
@@ -251,11 +258,12 @@ proptest! {
                 let out = (super::api().attend())(&Attend {
                     q: q.raw(),
                     k: k.raw(),
-                    v: v.raw(),
+                    v: optional(!gated, &v),
                     keys: keys.raw(),
                     values: values.raw(),
                     q_norm: optional(normed, &norm),
                     k_norm: optional(normed, &norm),
+                    v_norm: normed,
                     eps: 1e-5,
                     heads,
                     kv_heads,
@@ -264,6 +272,7 @@ proptest! {
                     rope_base: 1e4,
                     rope_freqs: optional(freqs, &divisors),
                     rope_scale: 0.5,
+                    positions: positions.as_slice().into(),
                     offsets: offsets.as_slice().into(),
                     window,
                     scale: 0.3,

@@ -29,15 +29,23 @@ pub struct Attend<'a, T> {
     pub q: &'a [T],
     /// Whether sigmoids of gates multiply the outcome.
     pub gated: bool,
-    /// `[B, T, kv_heads * D]`.
-    pub k: &'a [T],
-    /// `[B, T, kv_heads * D]`.
-    pub v: &'a [T],
-    /// Weights `[D]` of the RMSNorms of queries and keys, and their epsilon.
-    pub norms: Option<(&'a [T], &'a [T], f32)>,
+    /// `[B, T, kv_heads * D]` of keys, and of values unless they are what keys are made of. Without any,
+    /// the caches have those of this pass already.
+    pub kv: Option<(&'a [T], Option<&'a [T]>)>,
+    /// Weight `[D]` of the RMSNorm of queries.
+    pub q_norm: Option<&'a [T]>,
+    /// Weight `[D]` of the RMSNorm of keys.
+    pub k_norm: Option<&'a [T]>,
+    /// Whether values go through an RMSNorm without a weight.
+    pub v_norm: bool,
+    /// Epsilon of the norms.
+    pub eps: f32,
     /// How queries and keys are rotated.
     pub rotation: Rotation<'a>,
-    /// The position of each row's first column; what lies before it is cached.
+    /// By what position each row's first column is rotated.
+    pub positions: &'a [i32],
+    /// Where each row's first column stands: it sees itself and what lies before it, which is cached.
+    /// Position `p` lies in column `p % capacity`.
     pub offsets: &'a [i32],
     /// How many keys a query sees, its own included; 0: all before it.
     pub window: usize,
@@ -85,13 +93,50 @@ impl Angles {
     }
 }
 
+/// Keys and values, `[B, kv_heads, capacity, D]` each.
+pub enum Caches<'a, T> {
+    /// They have everything.
+    Read(&'a [T], &'a [T]),
+    /// Those of the pass go in.
+    Write(&'a mut [T], &'a mut [T]),
+}
+
+/// The caches as pieces see them.
+#[derive(Clone, Copy)]
+enum SharedCaches<'a, T> {
+    Read(&'a [T], &'a [T]),
+    Write(Shared<T>, Shared<T>),
+}
+
+impl<T> SharedCaches<'_, T> {
+    /// Some keys and values.
+    ///
+    /// # Safety
+    /// Nobody writes to them, and the caches are still borrowed.
+    unsafe fn read(&self, at: usize, len: usize) -> (&[T], &[T]) {
+        match self {
+            Self::Read(keys, values) => (&keys[at..at + len], &values[at..at + len]),
+            // SAFETY: the caller's promise.
+            Self::Write(keys, values) => unsafe { (keys.read(at, len), values.read(at, len)) },
+        }
+    }
+}
+
+/// Whether columns from these positions on fit caches: what is still to be seen must not be written over.
+pub fn fits(offsets: &[i32], width: usize, capacity: usize, window: usize) -> bool {
+    let turns = window > 0 && capacity >= window + width;
+    let fits = |&offset: &i32| {
+        usize::try_from(offset).is_ok_and(|offset| turns || offset + width <= capacity)
+    };
+    offsets.iter().all(fits)
+}
+
 impl<T: Float> Attend<'_, T> {
-    /// Writes keys and values into the caches `[B, kv_heads, capacity, D]`, and the mixed values to
-    /// `out` `[B, T, heads * D]`.
+    /// Writes keys and values into the caches, and the mixed values to `out` `[B, T, heads * D]`.
     ///
     /// # Panics
     /// The lengths do not fit.
-    pub fn run(&self, keys: &mut [T], values: &mut [T], out: &mut [T]) {
+    pub fn run(&self, caches: Caches<'_, T>, out: &mut [T]) {
         let Self {
             batch,
             width,
@@ -103,16 +148,33 @@ impl<T: Float> Attend<'_, T> {
         } = *self;
         let columns = batch * width;
         assert!(self.q.len() == columns * heads * dim * if self.gated { 2 } else { 1 });
-        assert!(self.k.len() == columns * kv_heads * dim && self.v.len() == self.k.len());
-        assert!(keys.len() == batch * kv_heads * capacity * dim && values.len() == keys.len());
+        let (keys, values) = match &caches {
+            Caches::Read(keys, values) => (keys.len(), values.len()),
+            Caches::Write(keys, values) => (keys.len(), values.len()),
+        };
+        assert!(keys == batch * kv_heads * capacity * dim && values == keys);
+        let shared = columns * kv_heads * dim;
+        assert!(
+            self.kv
+                .is_none_or(|(k, v)| k.len() == shared && v.unwrap_or(k).len() == shared)
+        );
+        assert!(self.kv.is_some() == matches!(caches, Caches::Write(..)));
         assert!(out.len() == columns * heads * dim && self.offsets.len() == batch);
-        let fits = |&offset: &i32| offset >= 0 && offset as usize + width <= capacity;
-        assert!(self.offsets.iter().all(fits), "the cache is too small");
+        assert!(self.positions.len() == batch);
+        assert!(
+            fits(self.offsets, width, capacity, self.window),
+            "the cache is too small"
+        );
         assert!(heads.is_multiple_of(kv_heads) && 2 * self.rotation.divisors.len() <= dim);
 
         ANGLES.with_borrow_mut(|angles| {
-            let turns = angles.of(self.rotation, self.offsets, width);
-            let caches = (Shared::new(keys), Shared::new(values));
+            let turns = angles.of(self.rotation, self.positions, width);
+            let caches = match caches {
+                Caches::Read(keys, values) => SharedCaches::Read(keys, values),
+                Caches::Write(keys, values) => {
+                    SharedCaches::Write(Shared::new(keys), Shared::new(values))
+                }
+            };
             let out = Shared::new(out);
             let head_pieces = batch * kv_heads;
             let longest = self.offsets.iter().max().map_or(0, |&o| o as usize) + width;
@@ -151,13 +213,13 @@ impl<T: Float> Attend<'_, T> {
     }
 
     /// A query or key as it is used, from its projection.
-    fn prepare(&self, x: &[T], norm: Option<(&[T], f32)>, turns: &[(f32, f32)], to: &mut [f32]) {
+    fn prepare(&self, x: &[T], norm: Option<&[T]>, turns: &[(f32, f32)], to: &mut [f32]) {
         for (to, x) in to.iter_mut().zip(x) {
             *to = x.wide();
         }
         // Rounded where the steps one by one would be.
-        if let Some((weight, eps)) = norm {
-            let scale = 1.0 / (super::lanes::dot(to, to) / self.dim as f32 + eps).sqrt();
+        if let Some(weight) = norm {
+            let scale = self.length(to);
             for (x, weight) in to.iter_mut().zip(weight) {
                 *x = T::narrow(*x * scale * weight.wide()).wide();
             }
@@ -175,28 +237,45 @@ impl<T: Float> Attend<'_, T> {
         &turns[(row * self.width + t) * pairs..][..pairs]
     }
 
-    /// Puts the new keys and values of a head into the caches.
+    /// Puts the new keys and values of a head into the caches, if there are new ones.
     ///
     /// # Safety
     /// Nobody else has a part of this head.
-    unsafe fn write(&self, piece: usize, turns: &[(f32, f32)], caches: (Shared<T>, Shared<T>)) {
+    unsafe fn write(&self, piece: usize, turns: &[(f32, f32)], caches: SharedCaches<'_, T>) {
+        let (Some((k, v)), SharedCaches::Write(keys, values)) = (self.kv, caches) else {
+            return;
+        };
         let (row, head) = (piece / self.kv_heads, piece % self.kv_heads);
         let offset = self.offsets[row] as usize;
         let mut wide = vec![0.0; self.dim];
         for t in 0..self.width {
             let from = ((row * self.width + t) * self.kv_heads + head) * self.dim;
-            let at = (piece * self.capacity + offset + t) * self.dim;
+            let at = (piece * self.capacity + (offset + t) % self.capacity) * self.dim;
             // SAFETY: the caller's promise.
-            let (key, value) =
-                unsafe { (caches.0.slice(at, self.dim), caches.1.slice(at, self.dim)) };
-            let norm = self.norms.map(|(_, weight, eps)| (weight, eps));
-            let x = &self.k[from..from + self.dim];
-            self.prepare(x, norm, self.turns(turns, row, t), &mut wide);
+            let (key, value) = unsafe { (keys.slice(at, self.dim), values.slice(at, self.dim)) };
+            let x = &k[from..from + self.dim];
+            let v = v.map_or(x, |v| &v[from..from + self.dim]);
+            self.prepare(x, self.k_norm, self.turns(turns, row, t), &mut wide);
             for (key, x) in key.iter_mut().zip(&wide) {
                 *key = T::narrow(*x);
             }
-            value.copy_from_slice(&self.v[from..from + self.dim]);
+            if self.v_norm {
+                for (wide, x) in wide.iter_mut().zip(v) {
+                    *wide = x.wide();
+                }
+                let scale = self.length(&wide);
+                for (value, x) in value.iter_mut().zip(&wide) {
+                    *value = T::narrow(x * scale);
+                }
+            } else {
+                value.copy_from_slice(v);
+            }
         }
+    }
+
+    /// What divides by the root of the mean square.
+    fn length(&self, x: &[f32]) -> f32 {
+        1.0 / (super::lanes::dot(x, x) / self.dim as f32 + self.eps).sqrt()
     }
 
     /// Mixes values for the queries of some columns on one key head.
@@ -208,7 +287,7 @@ impl<T: Float> Attend<'_, T> {
         piece: usize,
         columns: std::ops::Range<usize>,
         turns: &[(f32, f32)],
-        caches: (Shared<T>, Shared<T>),
+        caches: SharedCaches<'_, T>,
         out: Shared<T>,
     ) {
         let (row, kv_head) = (piece / self.kv_heads, piece % self.kv_heads);
@@ -223,24 +302,22 @@ impl<T: Float> Attend<'_, T> {
             ((row * self.width + t) * self.heads + head, t)
         };
         let mut scratch = Scratch::new(shared_heads * width, dim);
-        let norm = self.norms.map(|(weight, _, eps)| (weight, eps));
         for (local, to) in scratch.queries.chunks_exact_mut(dim).enumerate() {
             let (at, t) = query(local);
             let x = &self.q[at * stride..][..dim];
-            self.prepare(x, norm, self.turns(turns, row, t), to);
+            self.prepare(x, self.q_norm, self.turns(turns, row, t), to);
             for x in to {
                 *x *= self.scale;
             }
         }
         // SAFETY: the caller's promise.
-        let (keys, values) = unsafe {
-            let (at, len) = (piece * self.capacity * dim, self.capacity * dim);
-            (caches.0.read(at, len), caches.1.read(at, len))
-        };
+        let (keys, values) =
+            unsafe { caches.read(piece * self.capacity * dim, self.capacity * dim) };
         let head = KeyHead {
             keys,
             values,
             strides: [dim, dim],
+            columns: self.capacity,
         };
         let window = if self.window == 0 {
             usize::MAX
@@ -318,13 +395,16 @@ mod tests {
             capacity,
             q: &inputs.q,
             gated,
-            k: &inputs.k,
-            v: &inputs.v,
-            norms: normed.then_some((&inputs.norm, &inputs.norm, 1e-5)),
+            kv: Some((&inputs.k, Some(&inputs.v))),
+            q_norm: normed.then_some(&inputs.norm),
+            k_norm: normed.then_some(&inputs.norm),
+            v_norm: false,
+            eps: 1e-5,
             rotation: Rotation {
                 divisors: &DIVISORS,
                 scale: 0.5,
             },
+            positions: offsets,
             offsets,
             window,
             scale: 0.3,
@@ -349,7 +429,8 @@ mod tests {
             let before = values(batch * kv_heads * 64 * dim, 9);
             let (mut keys, mut vals) = (before.clone(), before.clone());
             let mut out = vec![0.0; batch * width * heads * dim];
-            attend(sizes, &all, &starts, options).run(&mut keys, &mut vals, &mut out);
+            attend(sizes, &all, &starts, options)
+                .run(Caches::Write(&mut keys, &mut vals), &mut out);
             for (row, &start) in starts.iter().enumerate() {
                 let cache = kv_heads * 64 * dim;
                 let (mut own_keys, mut own_vals) =
@@ -367,11 +448,52 @@ mod tests {
                     };
                     let mut alone = vec![0.0; heads * dim];
                     attend(sizes, &one, &[start + t as i32], options)
-                        .run(&mut own_keys, &mut own_vals, &mut alone);
+                        .run(Caches::Write(&mut own_keys, &mut own_vals), &mut alone);
                     prop_assert_eq!(&part(&out), &alone);
                 }
                 prop_assert_eq!(&keys[row * cache..][..cache], &own_keys[..]);
                 prop_assert_eq!(&vals[row * cache..][..cache], &own_vals[..]);
+            }
+        }
+
+        /// Passes of any width, each of which keeps some of its columns.
+        #[test]
+        fn a_window_that_turns_over_sees_what_a_long_cache_shows(
+            (window, most) in (1usize..12, 1usize..6),
+            passes in prop::collection::vec((1usize..6, 1usize..6), 1..30),
+            (normed, bare) in any::<(bool, bool)>(),
+        ) {
+            let [heads, kv_heads, dim] = [4, 2, 6];
+            let long = 200;
+            let short = window + most;
+            let options = (window, false, normed);
+            let empty = |columns: usize| vec![f32::NAN; kv_heads * columns * dim];
+            let mut caches = [(empty(long), empty(long)), (empty(short), empty(short))];
+            let mut at = 0;
+            for (number, (width, kept)) in passes.into_iter().enumerate() {
+                let width = width.min(most);
+                let mut all = inputs([heads, kv_heads, dim, 0], width, false);
+                all.k = values(all.k.len(), 100 * number);
+                let mut outs = Vec::new();
+                for ((keys, vals), capacity) in caches.iter_mut().zip([long, short]) {
+                    let mut out = vec![0.0; width * heads * dim];
+                    let start = [at as i32];
+                    let mut attend = attend([heads, kv_heads, dim, capacity], &all, &start, options);
+                    if bare {
+                        attend.kv = Some((&all.k, None));
+                        attend.v_norm = true;
+                    }
+                    attend.run(Caches::Write(keys, vals), &mut out);
+                    // Another look at the same keys, as a layer that has none of its own takes it.
+                    let mut again = out.clone();
+                    attend.kv = None;
+                    attend.run(Caches::Read(keys, vals), &mut again);
+                    prop_assert_eq!(&again, &out);
+                    outs.push(out);
+                }
+                prop_assert!(outs[0].iter().all(|x| x.is_finite()));
+                prop_assert_eq!(&outs[0], &outs[1]);
+                at += kept.min(width);
             }
         }
 
@@ -389,7 +511,8 @@ mod tests {
             let mut keys = values(kv_heads * 24 * dim, 7);
             let mut vals = values(kv_heads * 24 * dim, 8);
             let mut out = vec![0.0; heads * dim];
-            attend(sizes, &one, &[start], (window, gated, normed)).run(&mut keys, &mut vals, &mut out);
+            attend(sizes, &one, &[start], (window, gated, normed))
+                .run(Caches::Write(&mut keys, &mut vals), &mut out);
 
             let turned = |x: &[f32]| -> Vec<f64> {
                 let mut x: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();

@@ -73,6 +73,7 @@ impl Attention {
                 keys: &k[self.at(1, row, kv_head, 0)..],
                 values: &v[self.at(2, row, kv_head, 0)..],
                 strides: [self.strides[1][2], self.strides[2][2]],
+                columns: usize::MAX,
             };
             scratch.mix(head, 0..span, |local, s| match visible {
                 Visible::All => true,

@@ -18,6 +18,23 @@ pub struct KeyHead<'a, T> {
     pub values: &'a [T],
     /// Elements between two keys, and between two values.
     pub strides: [usize; 2],
+    /// Key `s` lies in column `s % columns`.
+    pub columns: usize,
+}
+
+/// The keys `span` in pieces that all queries pass over together, none of them across the last column.
+/// Each with the column that it starts in.
+#[inline(always)]
+fn tiles(
+    span: std::ops::Range<usize>,
+    columns: usize,
+) -> impl Iterator<Item = (std::ops::Range<usize>, usize)> {
+    let mut next = span.start;
+    std::iter::from_fn(move || {
+        let (first, column) = (next, next % columns);
+        next = span.end.min(first + TILE.min(columns - column));
+        (first < next).then_some((first..next, column))
+    })
 }
 
 /// What one piece works in.
@@ -102,15 +119,11 @@ impl Scratch {
         self.scores.resize(queries * keys, f32::NEG_INFINITY);
         self.sums.fill(0.0);
         // A tile of keys, then of values, stays near while all queries pass over it.
-        for first in span.clone().step_by(TILE) {
-            let tile = first..(first + TILE).min(span.end);
-            let (tile_keys, stride) = widened(
-                head.keys,
-                head.strides[0],
-                tile.clone(),
-                dim,
-                &mut self.wide,
-            );
+        for (tile, column) in tiles(span.clone(), head.columns) {
+            let first = tile.start;
+            let range = column..column + tile.len();
+            let (tile_keys, stride) =
+                widened(head.keys, head.strides[0], range, dim, &mut self.wide);
             for (index, query) in self.queries.chunks_exact(dim).enumerate() {
                 let scores = &mut self.scores[index * keys + first - span.start..];
                 for ((s, score), key) in tile.clone().zip(scores).zip(tile_keys.chunks(stride)) {
@@ -123,10 +136,11 @@ impl Scratch {
         for scores in self.scores.chunks_exact_mut(keys.max(1)) {
             softmax(scores);
         }
-        for first in span.clone().step_by(TILE) {
-            let tile = first..(first + TILE).min(span.end);
-            let count = tile.len();
-            let (values, stride) = widened(head.values, head.strides[1], tile, dim, &mut self.wide);
+        for (tile, column) in tiles(span.clone(), head.columns) {
+            let (first, count) = (tile.start, tile.len());
+            let range = column..column + count;
+            let (values, stride) =
+                widened(head.values, head.strides[1], range, dim, &mut self.wide);
             for (index, sums) in self.sums.chunks_exact_mut(dim).enumerate() {
                 let shares = &self.scores[index * keys + first - span.start..][..count];
                 let (parts, rest) = sums.as_chunks_mut::<PART>();

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use super::lanes::Float;
+use super::lanes::{Float, dot};
 use super::matrix::{Input, Matrix, Scratch};
 use super::pool::{self, Shared};
 use super::quantized::TILE;
@@ -36,8 +36,12 @@ pub struct Project<'a, T> {
     pub offsets: &'a [Option<&'a [T]>],
     /// Of two matrices: the only output is `gate(first) * second`.
     pub gate: Option<Gate>,
-    /// `[rows, outputs]`, added to the only output.
+    /// Weight and epsilon of the RMSNorm that the only output goes through next.
+    pub post_norm: Option<(&'a [T], f32)>,
+    /// `[rows, outputs]`, added to the only output then.
     pub residual: Option<&'a [T]>,
+    /// A factor on the only output at the end.
+    pub scale: f32,
     /// Whether activations stay as they are.
     pub exact: bool,
 }
@@ -99,6 +103,47 @@ impl<T: Float> Project<'_, T> {
                 }
             });
         });
+        if let ([out], true) = (outputs, self.whole_rows()) {
+            self.finish(out);
+        }
+    }
+
+    /// Whether the only output changes once more when its rows are complete.
+    fn whole_rows(&self) -> bool {
+        self.post_norm.is_some() || self.scale != 1.0
+    }
+
+    /// The norm after the product, what is added, and the factor.
+    fn finish(&self, out: &mut [T]) {
+        let width = self.matrices[0].outputs();
+        let shared = Shared::new(out);
+        let rows = self.x.len() / self.inputs;
+        pool::split(rows, rows::least_rows(width), |range| {
+            let mut wide = vec![0.0f32; width];
+            for row in range {
+                // SAFETY: every row belongs to one piece.
+                let out = unsafe { shared.slice(row * width, width) };
+                for (wide, x) in wide.iter_mut().zip(&*out) {
+                    *wide = x.wide();
+                }
+                // Rounded where the steps one by one would be.
+                if let Some((weight, eps)) = self.post_norm {
+                    let scale = 1.0 / (dot(&wide, &wide) / width as f32 + eps).sqrt();
+                    for (x, weight) in wide.iter_mut().zip(weight) {
+                        *x = T::narrow(*x * scale * weight.wide()).wide();
+                    }
+                }
+                if let Some(residual) = self.residual {
+                    for (x, before) in wide.iter_mut().zip(&residual[row * width..]) {
+                        *x = T::narrow(before.wide() + *x).wide();
+                    }
+                }
+                let factor = T::narrow(self.scale).wide();
+                for (out, x) in out.iter_mut().zip(&wide) {
+                    *out = T::narrow(x * factor);
+                }
+            }
+        });
     }
 
     /// A few outputs of all rows.
@@ -132,7 +177,7 @@ impl<T: Float> Project<'_, T> {
             let at = row * total + first;
             // SAFETY: every tile of a row belongs to one piece.
             let out = unsafe { out.slice(at, count) };
-            match self.residual {
+            match self.residual.filter(|_| !self.whole_rows()) {
                 Some(residual) => {
                     for ((out, sum), before) in out.iter_mut().zip(sums).zip(&residual[at..]) {
                         *out = T::narrow(before.wide() + T::narrow(*sum).wide());

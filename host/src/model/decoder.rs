@@ -1,9 +1,12 @@
 //! A stack of decoder layers between an embedding and a head.
 
-use plugin_api::layers::{DecoderLayer, LayerCache, Linear, RmsNorm, Step};
+use plugin_api::abi::UnaryOp;
+use plugin_api::layers::{DecoderLayer, GemmaLayer, LayerCache, Linear, RmsNorm, Step};
 use plugin_api::{DType, Error, Result, Tap, Tensor, Weights};
 
-/// What every architecture of this family has.
+use super::gemma4::PerLayer;
+
+/// What every architecture has.
 pub(super) struct Sizes {
     pub hidden: i32,
     pub vocab: i32,
@@ -12,15 +15,51 @@ pub(super) struct Sizes {
     pub tied: bool,
 }
 
-/// A decoder-only transformer with pre-norm residual layers.
+/// What some architectures have.
+#[derive(Default)]
+pub(super) struct Extras {
+    /// A factor on embedded tokens.
+    pub embed_scale: Option<f32>,
+    /// Logits become `softcap * tanh(logits / softcap)`.
+    pub softcap: Option<f32>,
+    /// Inputs that each layer has of its own.
+    pub per_layer: Option<PerLayer>,
+    /// The layer whose cache each layer looks at; none: its own.
+    pub caches: Option<Vec<usize>>,
+}
+
+/// A layer of one of the kinds there are.
+pub(super) enum Layer {
+    Plain(DecoderLayer),
+    Gemma(GemmaLayer),
+}
+
+impl Layer {
+    fn new_cache(&self) -> LayerCache {
+        match self {
+            Self::Plain(layer) => layer.new_cache(),
+            Self::Gemma(layer) => layer.new_cache(),
+        }
+    }
+
+    fn tensors(&self) -> Vec<&Tensor> {
+        match self {
+            Self::Plain(layer) => layer.tensors(),
+            Self::Gemma(layer) => layer.tensors(),
+        }
+    }
+}
+
+/// A decoder-only transformer.
 pub(super) struct Decoder {
     sizes: Sizes,
     embedding: Linear,
-    layers: Vec<DecoderLayer>,
+    layers: Vec<Layer>,
     norm: RmsNorm,
     /// None: tied.
     head: Option<Linear>,
     dtype: DType,
+    extras: Extras,
 }
 
 /// The outcome of a forward pass, uncomputed.
@@ -33,12 +72,7 @@ pub struct Pass {
 
 impl Decoder {
     /// Takes `embed_tokens`, `norm` (of `w`) and `lm_head` (of `head`) around the layers.
-    pub fn load(
-        w: &Weights,
-        head: &Weights,
-        sizes: Sizes,
-        layers: Vec<DecoderLayer>,
-    ) -> Result<Self> {
+    pub fn load(w: &Weights, head: &Weights, sizes: Sizes, layers: Vec<Layer>) -> Result<Self> {
         let Sizes {
             hidden,
             vocab,
@@ -59,7 +93,13 @@ impl Decoder {
             head,
             dtype: probe.dtype(),
             sizes,
+            extras: Extras::default(),
         })
+    }
+
+    /// The same with more to it.
+    pub fn with(self, extras: Extras) -> Self {
+        Self { extras, ..self }
     }
 
     pub fn hidden(&self) -> i32 {
@@ -79,8 +119,19 @@ impl Decoder {
         self.dtype
     }
 
+    /// One per layer that has keys or a state of its own; those are the first ones.
     pub fn new_caches(&self) -> Vec<LayerCache> {
-        self.layers.iter().map(DecoderLayer::new_cache).collect()
+        let own = self.layers.iter().take(self.cache_count());
+        own.map(Layer::new_cache).collect()
+    }
+
+    fn cache_count(&self) -> usize {
+        let last = self
+            .extras
+            .caches
+            .as_ref()
+            .and_then(|caches| caches.iter().max());
+        last.map_or(self.layers.len(), |last| last + 1)
     }
 
     /// Every weight.
@@ -93,12 +144,19 @@ impl Decoder {
         if let Some(head) = &self.head {
             tensors.extend(head.tensors());
         }
+        if let Some(per_layer) = &self.extras.per_layer {
+            tensors.extend(per_layer.tensors());
+        }
         tensors
     }
 
     /// `[..]` i32 to `[.., hidden]`.
     pub fn embed(&self, ids: &Tensor) -> Result<Tensor> {
-        self.embedding.lookup(ids)
+        let embedded = self.embedding.lookup(ids)?;
+        match self.extras.embed_scale {
+            Some(scale) => embedded.scale(scale),
+            None => Ok(embedded),
+        }
     }
 
     /// The matrix of the head.
@@ -107,7 +165,16 @@ impl Decoder {
     }
 
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        self.head().forward(hidden)
+        self.through(self.head(), hidden)
+    }
+
+    /// Logits by the head or a part of it.
+    pub fn through(&self, head: &Linear, hidden: &Tensor) -> Result<Tensor> {
+        let logits = head.forward(hidden)?;
+        match self.extras.softcap {
+            Some(cap) => logits.scale(1.0 / cap)?.unary(UnaryOp::TANH)?.scale(cap),
+            None => Ok(logits),
+        }
     }
 
     pub fn forward(
@@ -117,8 +184,8 @@ impl Decoder {
         caches: &mut [LayerCache],
         taps: &[Tap],
     ) -> Result<Pass> {
-        if caches.len() != self.layers.len() {
-            return Err(Error::failed("there must be one cache per layer"));
+        if caches.len() != self.cache_count() {
+            return Err(Error::failed("the caches are those of another model"));
         }
         let mut seen: Vec<Option<Tensor>> = vec![None; taps.len()];
         let mut see = |point: Tap, h: &Tensor| {
@@ -128,9 +195,22 @@ impl Decoder {
         };
         let mut h = self.embed(ids)?;
         see(Tap::EMBEDDING, &h);
-        for ((index, layer), cache) in (0..).zip(&self.layers).zip(caches) {
-            h = layer.forward(&h, step, cache)?;
-            see(Tap::layer(index), &h);
+        let inputs = match &self.extras.per_layer {
+            Some(per_layer) => per_layer.inputs(ids, &h)?,
+            None => Vec::new(),
+        };
+        for (index, layer) in self.layers.iter().enumerate() {
+            let source = self
+                .extras
+                .caches
+                .as_ref()
+                .map_or(index, |caches| caches[index]);
+            let cache = &mut caches[source];
+            h = match layer {
+                Layer::Plain(layer) => layer.forward(&h, step, cache)?,
+                Layer::Gemma(layer) => layer.forward(&h, step, cache, inputs.get(index))?,
+            };
+            see(Tap::layer(index as i32), &h);
         }
         see(Tap::PRE_NORM, &h);
         let hidden = self.norm.forward(&h)?;

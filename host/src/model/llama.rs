@@ -1,9 +1,9 @@
 //! Llama (and what shares its architecture under that `model_type`), safetensors and GGUF.
 
-use plugin_api::layers::{AttentionConfig, DecoderLayer, Rope};
+use plugin_api::layers::{AttentionConfig, DecoderLayer, KvSource, Rope};
 use plugin_api::{Config, Result, Weights};
 
-use super::decoder::{Decoder, Sizes};
+use super::decoder::{Decoder, Layer, Sizes};
 
 pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
     dense(config, w, false)
@@ -49,12 +49,16 @@ pub(super) fn dense(config: &Config, w: &Weights, qk_norm: bool) -> Result<Decod
         rope,
         qk_norm: qk_norm.then_some(eps),
         gated: false,
+        scale: (head_dim as f32).powf(-0.5),
+        window: 0,
+        kv: KvSource::Own,
+        v_norm: None,
     };
     let intermediate = config.size("intermediate_size")?;
     let layers = (0..config.size("num_hidden_layers")?)
         .map(|i| {
             let w = model.child("layers").child(i);
-            DecoderLayer::attention(&w, attention.clone(), intermediate, eps)
+            DecoderLayer::attention(&w, attention.clone(), intermediate, eps).map(Layer::Plain)
         })
         .collect::<Result<_>>()?;
     let sizes = Sizes {

@@ -4,6 +4,8 @@
 //! config and weights into a [`Decoder`].
 
 mod decoder;
+mod gemma4;
+mod layout;
 mod llama;
 mod qwen3;
 mod qwen3_5;
@@ -26,7 +28,7 @@ pub use decoder::Pass;
 pub use view::TargetHandle;
 
 /// The `model_type`s that can be targets.
-pub const FAMILIES: &[&str] = &["llama", "qwen3", "qwen3_5"];
+pub const FAMILIES: &[&str] = &["gemma4", "llama", "qwen3", "qwen3_5"];
 
 /// A target model with its weights. Lives on the engine thread.
 pub struct Model {
@@ -65,6 +67,7 @@ impl Model {
         let (family, decoder) = match model_type.as_str() {
             "llama" => ("llama", llama::build(&config, &weights)?),
             "qwen3" => ("qwen3", qwen3::build(&config, &weights)?),
+            "gemma4" | "gemma4_text" => ("gemma4", gemma4::build(&config, &weights)?),
             "qwen3_5" | "qwen3_5_text" => ("qwen3_5", qwen3_5::build(&config, &weights)?),
             other => {
                 let problem = format!("is {other:?}; supported: {}", FAMILIES.join(", "));
@@ -101,7 +104,7 @@ impl Model {
         self.weight_bytes
     }
 
-    /// Empty caches, one per layer.
+    /// Empty caches, one per layer that has one of its own.
     pub fn new_caches(&self) -> Vec<LayerCache> {
         self.decoder.new_caches()
     }

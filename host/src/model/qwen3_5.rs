@@ -1,12 +1,12 @@
 //! Qwen3.5, dense: Gated DeltaNet layers with a gated full attention every few.
 //!
-//! Three layouts are read: converted for MLX (`language_model.` before everything), raw
-//! (`model.language_model.`), and raw text-only (`model.`). The raw ones store most norms minus one.
+//! Raw checkpoints store most norms minus one.
 
-use plugin_api::layers::{AttentionConfig, DecoderLayer, GatedDeltaConfig, Rope};
+use plugin_api::layers::{AttentionConfig, DecoderLayer, GatedDeltaConfig, KvSource, Rope};
 use plugin_api::{Config, Result, Weights};
 
-use super::decoder::{Decoder, Sizes};
+use super::decoder::{Decoder, Layer, Sizes};
+use super::layout::Layout;
 use super::llama::tied;
 
 pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
@@ -35,6 +35,10 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
         rope: Rope::from_config(text, head_dim)?,
         qk_norm: Some(eps),
         gated: true,
+        scale: (head_dim as f32).powf(-0.5),
+        window: 0,
+        kv: KvSource::Own,
+        v_norm: None,
     };
     let delta = GatedDeltaConfig {
         hidden,
@@ -57,16 +61,17 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
     }
     let intermediate = text.size("intermediate_size")?;
     let kinds = layer_kinds(text)?;
-    let raw = layout.is_raw(w, &kinds);
+    let raw = is_raw(&layout, &kinds);
     let model = layout.model.with_norm_offset(if raw { 1.0 } else { 0.0 });
     let layers = (0..)
         .zip(&kinds)
         .map(|(i, kind)| {
             let w = model.child("layers").child(i);
-            match kind {
+            let layer = match kind {
                 Kind::Full => DecoderLayer::attention(&w, attention.clone(), intermediate, eps),
                 Kind::Linear => DecoderLayer::delta(&w, delta, intermediate, eps),
-            }
+            };
+            layer.map(Layer::Plain)
         })
         .collect::<Result<_>>()?;
     let sizes = Sizes {
@@ -81,47 +86,17 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
     Decoder::load(&model, &layout.head, sizes, layers)
 }
 
-/// Where a checkpoint keeps its text model.
-struct Layout {
-    /// `embed_tokens`, `layers`, `norm`.
-    model: Weights,
-    /// `lm_head`.
-    head: Weights,
-}
-
-impl Layout {
-    fn find(w: &Weights) -> Self {
-        let probe = |w: &Weights| w.child("embed_tokens").contains("weight");
-        let converted = w.child("language_model");
-        if probe(&converted.child("model")) {
-            return Self {
-                model: converted.child("model"),
-                head: converted,
-            };
+/// Whether norms are stored minus one: a raw file has its convolutions as `[C, 1, K]`. (The presence of
+/// `mtp.*` says nothing: converted files may carry them too.)
+fn is_raw(layout: &Layout, kinds: &[Kind]) -> bool {
+    match kinds.iter().position(|kind| *kind == Kind::Linear) {
+        Some(layer) => {
+            let layer = layout.model.child("layers").child(layer);
+            let conv = layer.child("linear_attn").child("conv1d").tensor("weight");
+            conv.is_ok_and(|conv| conv.dim(-1) != 1)
         }
-        let raw = w.child("model").child("language_model");
-        let model = if probe(&raw) { raw } else { w.child("model") };
-        Self {
-            model,
-            head: w.clone(),
-        }
-    }
-
-    /// Whether norms are stored minus one: a raw file has its convolutions as `[C, 1, K]`. (The
-    /// presence of `mtp.*` says nothing: converted files may carry them too.)
-    fn is_raw(&self, w: &Weights, kinds: &[Kind]) -> bool {
-        match kinds.iter().position(|kind| *kind == Kind::Linear) {
-            Some(layer) => {
-                let layer = self.model.child("layers").child(layer);
-                let conv = layer.child("linear_attn").child("conv1d").tensor("weight");
-                conv.is_ok_and(|conv| conv.dim(-1) != 1)
-            }
-            // Without a convolution the prefix has to tell.
-            None => !w
-                .child("language_model")
-                .child("model")
-                .contains("norm.weight"),
-        }
+        // Without a convolution the prefix has to tell.
+        None => !layout.converted,
     }
 }
 

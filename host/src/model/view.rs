@@ -101,7 +101,7 @@ extern "C" fn logits(this: *const c_void, hidden: RawTensor, subset: u64) -> Raw
             .ok()
             .and_then(|index| subsets.heads.get(index))
             .ok_or_else(|| Error::invalid(format!("there is no head subset {subset}")))?;
-        head.forward(&hidden)
+        target.model.decoder.through(head, &hidden)
     })
 }
 

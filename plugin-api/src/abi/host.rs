@@ -82,8 +82,14 @@ pub struct Projection<'a> {
     pub matrices: RSlice<'a, RawMatrix>,
     /// With two matrices: the only output is `gate(first) * second`. None: [`UnaryOp`] of code 0.
     pub gate: UnaryOp,
-    /// `[.., out]`, added to the only output, or null.
+    /// Weight `[out]` of an RMSNorm that the only output goes through next, or null.
+    pub post_norm: RawTensor,
+    /// That norm's epsilon.
+    pub post_eps: f32,
+    /// `[.., out]`, added to the only output then, or null.
     pub residual: RawTensor,
+    /// A factor on the only output at the end; 1 otherwise.
+    pub scale: f32,
 }
 
 /// The inputs of one [`HostApi::attend`] call; all borrowed.
@@ -92,18 +98,21 @@ pub struct Projection<'a> {
 pub struct Attend<'a> {
     /// `[B, T, heads * D]`; with `gated` `[B, T, heads * 2 D]`: per head a query, then its gate.
     pub q: RawTensor,
-    /// `[B, T, kv_heads * D]`.
+    /// `[B, T, kv_heads * D]`. Null: the caches have the keys and values of this pass already, put there
+    /// by another layer; they are only read, and not returned.
     pub k: RawTensor,
-    /// `[B, T, kv_heads * D]`.
+    /// As `k`. Null: values are made of what keys are made of, `k`.
     pub v: RawTensor,
-    /// Cached keys `[B, kv_heads, capacity, D]`.
+    /// Cached keys `[B, kv_heads, capacity, D]`; position `p` lies in column `p % capacity`.
     pub keys: RawTensor,
     /// Cached values, as `keys`.
     pub values: RawTensor,
-    /// Weight `[D]` of the RMSNorm of queries, or null: no norms.
+    /// Weight `[D]` of the RMSNorm of queries, or null: no norm.
     pub q_norm: RawTensor,
     /// As `q_norm`, of keys.
     pub k_norm: RawTensor,
+    /// Whether values go through an RMSNorm without a weight.
+    pub v_norm: bool,
     /// Epsilon of the norms.
     pub eps: f32,
     /// Query heads, a multiple of `kv_heads`.
@@ -120,7 +129,10 @@ pub struct Attend<'a> {
     pub rope_freqs: RawTensor,
     /// and the factor on positions.
     pub rope_scale: f32,
-    /// Cached tokens per row, which are also the positions of the first new column.
+    /// By what position the first column of each row is rotated; mostly its offset.
+    pub positions: RSlice<'a, i32>,
+    /// The position of each row's first column, which sees itself and what lies before it. The columns
+    /// of the pass fit the capacity, or with a window the capacity is at least the window and them.
     pub offsets: RSlice<'a, i32>,
     /// Keys that a query sees, its own included; 0: all.
     pub window: i32,

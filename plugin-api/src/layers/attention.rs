@@ -1,4 +1,4 @@
-//! Full causal attention over a row-wise cache.
+//! Causal attention over a row-wise cache, full or in a sliding window.
 
 use crate::checkpoint::Weights;
 use crate::error::Result;
@@ -23,20 +23,41 @@ pub struct AttentionConfig {
     /// Whether each head's output is gated by a sigmoid that `q_proj` computes beside the query
     /// (Qwen3.5): `q_proj` gives `[query, gate]` per head.
     pub gated: bool,
+    /// The factor on products of queries and keys, mostly `head_dim^-1/2`.
+    pub scale: f32,
+    /// Keys that a query sees, its own included; 0: all.
+    pub window: i32,
+    /// Where keys and values come from.
+    pub kv: KvSource,
+    /// Epsilon of the norm without a weight that values go through (Gemma 4); none: no such norm.
+    pub v_norm: Option<f32>,
+}
+
+/// Where the keys and values of an attention layer come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvSource {
+    /// Projections of its own.
+    Own,
+    /// One projection for both (`attention_k_eq_v` of Gemma 4).
+    Tied,
+    /// The cache of another layer, which has run before in the same pass.
+    Shared,
 }
 
 /// Grouped-query attention with optional q/k norms and output gate.
 pub struct Attention {
     config: AttentionConfig,
     q: Linear,
-    k: Linear,
-    v: Linear,
+    k: Option<Linear>,
+    v: Option<Linear>,
     o: Linear,
-    norms: Option<(RmsNorm, RmsNorm)>,
+    q_norm: Option<RmsNorm>,
+    k_norm: Option<RmsNorm>,
 }
 
 impl Attention {
-    /// Takes `{q,k,v,o}_proj`, and `{q,k}_norm` when the config wants them.
+    /// Takes `{q,k,v,o}_proj`, and `{q,k}_norm` when the config wants them, as far as it has keys and
+    /// values of its own.
     pub fn load(w: &Weights, config: AttentionConfig) -> Result<Self> {
         let AttentionConfig {
             hidden,
@@ -44,36 +65,48 @@ impl Attention {
             kv_heads,
             head_dim,
             gated,
+            kv,
             ..
         } = config;
         let queries = heads * head_dim;
-        let norms = match config.qk_norm {
-            Some(eps) => Some((
-                RmsNorm::load(&w.child("q_norm"), head_dim, eps)?,
-                RmsNorm::load(&w.child("k_norm"), head_dim, eps)?,
-            )),
-            None => None,
+        let norm = |name: &str, wanted: bool| match config.qk_norm.filter(|_| wanted) {
+            Some(eps) => RmsNorm::load(&w.child(name), head_dim, eps).map(Some),
+            None => Ok(None),
+        };
+        let keys = |name: &str, wanted: bool| match wanted {
+            true => Linear::load(&w.child(name), hidden, kv_heads * head_dim).map(Some),
+            false => Ok(None),
         };
         let projected = if gated { 2 * queries } else { queries };
         Ok(Self {
             q: Linear::load(&w.child("q_proj"), hidden, projected)?,
-            k: Linear::load(&w.child("k_proj"), hidden, kv_heads * head_dim)?,
-            v: Linear::load(&w.child("v_proj"), hidden, kv_heads * head_dim)?,
+            k: keys("k_proj", kv != KvSource::Shared)?,
+            v: keys("v_proj", kv == KvSource::Own)?,
             o: Linear::load(&w.child("o_proj"), queries, hidden)?,
-            norms,
+            q_norm: norm("q_norm", true)?,
+            k_norm: norm("k_norm", kv != KvSource::Shared)?,
             config,
         })
     }
 
     /// The tensors it holds.
     pub fn tensors(&self) -> Vec<&Tensor> {
-        let projections = [&self.q, &self.k, &self.v, &self.o];
-        let norms = self.norms.iter().flat_map(|(q, k)| [q, k]);
-        projections
-            .into_iter()
+        let linears = [&self.q, &self.o].into_iter().chain(&self.k).chain(&self.v);
+        let norms = self.q_norm.iter().chain(&self.k_norm);
+        linears
             .flat_map(Linear::tensors)
             .chain(norms.flat_map(RmsNorm::tensors))
             .collect()
+    }
+
+    /// An empty cache of the kind that it needs.
+    pub fn new_cache(&self) -> KvCache {
+        KvCache::new(self.config.window)
+    }
+
+    /// The projection of what [`Attention::mixed`] gives back to the residual stream.
+    pub fn out(&self) -> &Linear {
+        &self.o
     }
 
     /// `h + attention(norm(h))`, `[B, T, hidden]`; the pass's keys and values go into the cache.
@@ -84,11 +117,25 @@ impl Attention {
         step: &Step,
         cache: &mut KvCache,
     ) -> Result<Tensor> {
-        let qkv = Project::of(h)
-            .norm(norm)
-            .through([&self.q, &self.k, &self.v])?;
-        let norms = self.norms.as_ref().map(|(q, k)| (q, k));
-        let mixed = cache.attend(step, &qkv, &self.config, norms)?;
+        let mixed = self.mixed(h, norm, step, cache)?;
         Project::of(&mixed).plus(h).with(&self.o)
+    }
+
+    /// The mixed values of `norm(h)`, `[B, T, heads * D]`, before their projection.
+    pub fn mixed(
+        &self,
+        h: &Tensor,
+        norm: &RmsNorm,
+        step: &Step,
+        cache: &mut KvCache,
+    ) -> Result<Tensor> {
+        let linears: Vec<&Linear> = [&self.q]
+            .into_iter()
+            .chain(&self.k)
+            .chain(&self.v)
+            .collect();
+        let qkv = Project::of(h).norm(norm).through_all(&linears)?;
+        let norms = (self.q_norm.as_ref(), self.k_norm.as_ref());
+        cache.attend(step, &qkv, &self.config, norms)
     }
 }

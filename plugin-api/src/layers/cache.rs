@@ -10,54 +10,60 @@ use crate::tensor::Tensor;
 /// Buffers grow by this many tokens at a time, so that a long answer reallocates rarely.
 const GROWTH: i32 = 256;
 
-/// Keys and values of full attention, `[B, heads, capacity, D]`.
+/// Columns of one pass that a windowed cache always has room for beside its window.
+const WIDEST: i32 = 256;
+
+/// Keys and values, `[B, heads, capacity, D]`; position `p` lies in column `p % capacity`.
 ///
 /// The cache does not know how many tokens are valid: the [`Step`]'s offsets say so. Going back is
 /// therefore free: the next pass writes over what was rejected, and nobody looks there until then.
+/// With a window the buffers stop growing at the window and a pass: what a pass writes over is never
+/// to be seen again, however much of it is rejected.
 #[derive(Default)]
 pub struct KvCache {
     buffers: Option<(Tensor, Tensor)>,
+    window: i32,
 }
 
 impl KvCache {
+    /// An empty cache. `window`: keys that a query sees, its own included; 0: all.
+    pub fn new(window: i32) -> Self {
+        Self {
+            buffers: None,
+            window,
+        }
+    }
+
     /// Attention of a pass's queries over what is cached and the pass's own keys, which go into
-    /// the cache: `q`, `k`, `v` as projected, to `[B, T, heads * D]`.
+    /// the cache: `q`, `k`, `v` as projected, as far as there are any, to `[B, T, heads * D]`.
     pub(super) fn attend(
         &mut self,
         step: &Step,
-        [q, k, v]: &[Tensor; 3],
+        qkv: &[Tensor],
         config: &AttentionConfig,
-        norms: Option<(&RmsNorm, &RmsNorm)>,
+        (q_norm, k_norm): (Option<&RmsNorm>, Option<&RmsNorm>),
     ) -> Result<Tensor> {
-        let span = step.offsets().iter().max().copied().unwrap_or(0) + step.width();
-        let (keys, values) = match self.buffers.take() {
-            Some((keys, values)) => (grow(keys, span)?, grow(values, span)?),
-            None => {
-                let shape = [
-                    step.rows(),
-                    config.kv_heads,
-                    capacity(span),
-                    config.head_dim,
-                ];
-                let empty = Tensor::full(&shape, 0.0, k.dtype())?;
-                (empty.clone(), empty)
-            }
+        let [q, kv @ ..] = qkv else {
+            return Err(Error::failed("attention without queries"));
+        };
+        let (keys, values) = match (self.buffers.take(), kv) {
+            (Some(buffers), []) => buffers,
+            (None, []) => return Err(Error::failed("the cache to look at is empty")),
+            (buffers, [k, ..]) => self.with_room(buffers, step, config, k.dtype())?,
         };
         let (rope_dims, rope_base, rope_freqs, rope_scale) = config.rope.raw();
-        let weight = |norm: &RmsNorm| norm.parts().0.raw();
-        let (q_norm, k_norm, eps) = match norms {
-            Some((q, k)) => (weight(q), weight(k), q.parts().1),
-            None => (RawTensor::NULL, RawTensor::NULL, 0.0),
-        };
+        let weight = |norm: Option<&RmsNorm>| norm.map_or(RawTensor::NULL, |n| n.parts().0.raw());
+        let part = |index: usize| kv.get(index).map_or(RawTensor::NULL, Tensor::raw);
         let out = api().attend()(&Attend {
             q: q.raw(),
-            k: k.raw(),
-            v: v.raw(),
+            k: part(0),
+            v: part(1),
             keys: keys.raw(),
             values: values.raw(),
-            q_norm,
-            k_norm,
-            eps,
+            q_norm: weight(q_norm),
+            k_norm: weight(k_norm),
+            v_norm: config.v_norm.is_some(),
+            eps: config.v_norm.or(config.qk_norm).unwrap_or(0.0),
             heads: config.heads,
             kv_heads: config.kv_heads,
             gated: config.gated,
@@ -65,19 +71,56 @@ impl KvCache {
             rope_base,
             rope_freqs,
             rope_scale,
+            positions: step.offsets().into(),
             offsets: step.offsets().into(),
-            window: 0,
-            scale: (config.head_dim as f32).powf(-0.5),
+            window: config.window,
+            scale: config.scale,
         });
         let out = out.into_iter().map(|raw| Tensor::own("attend", raw));
-        let out = out.collect::<Result<Vec<_>>>()?;
-        match <[Tensor; 3]>::try_from(out) {
-            Ok([mixed, keys, values]) => {
+        let mut out = out.collect::<Result<Vec<_>>>()?.into_iter();
+        match (out.next(), out.next(), out.next()) {
+            (Some(mixed), Some(keys), Some(values)) => {
                 self.buffers = Some((keys, values));
                 Ok(mixed)
             }
-            Err(_) => Err(op_error("attend")),
+            (Some(mixed), None, None) if kv.is_empty() => {
+                self.buffers = Some((keys, values));
+                Ok(mixed)
+            }
+            _ => Err(op_error("attend")),
         }
+    }
+
+    /// The buffers, with room for a pass.
+    fn with_room(
+        &self,
+        buffers: Option<(Tensor, Tensor)>,
+        step: &Step,
+        config: &AttentionConfig,
+        dtype: DType,
+    ) -> Result<(Tensor, Tensor)> {
+        let furthest = step.offsets().iter().max().copied().unwrap_or(0);
+        let span = furthest + step.width();
+        let most = match self.window {
+            0 => i32::MAX,
+            window => capacity(window + step.width().max(WIDEST)),
+        };
+        let wanted = capacity(span).min(most);
+        let Some((keys, values)) = buffers else {
+            let shape = [step.rows(), config.kv_heads, wanted, config.head_dim];
+            let empty = Tensor::full(&shape, 0.0, dtype)?;
+            return Ok((empty.clone(), empty));
+        };
+        let columns = keys.dim(2);
+        if columns < wanted && furthest > columns {
+            // It went on at its beginning, where a longer one would not look.
+            let room = columns - self.window;
+            let width = step.width();
+            return Err(Error::failed(format!(
+                "a pass of {width} columns over a sliding window with room for {room}"
+            )));
+        }
+        Ok((grow(keys, wanted)?, grow(values, wanted)?))
     }
 
     /// Keeps the given rows.
@@ -101,7 +144,10 @@ impl KvCache {
             (None, None) => None,
             _ => return Err(Error::failed("only prefilled rows can join prefilled rows")),
         };
-        Ok(Self { buffers })
+        Ok(Self {
+            buffers,
+            window: self.window,
+        })
     }
 
     /// What must be computed for the cache to be up to date.
@@ -115,13 +161,13 @@ fn capacity(span: i32) -> i32 {
     (span + GROWTH - 1) / GROWTH * GROWTH
 }
 
-/// The buffer, with room for at least `span` tokens.
-fn grow(buffer: Tensor, span: i32) -> Result<Tensor> {
+/// The buffer, with at least so many columns.
+fn grow(buffer: Tensor, wanted: i32) -> Result<Tensor> {
     let [rows, heads, columns, width] = buffer.dims()?;
-    if columns >= span {
+    if columns >= wanted {
         return Ok(buffer);
     }
-    let more = [rows, heads, capacity(span) - columns, width];
+    let more = [rows, heads, wanted - columns, width];
     let more = Tensor::full(&more, 0.0, buffer.dtype())?;
     Tensor::concat(&[&buffer, &more], 2)
 }
@@ -187,7 +233,7 @@ impl DeltaCache {
 
 /// The cache of one decoder layer.
 pub enum LayerCache {
-    /// Full attention.
+    /// Attention, full or in a window.
     Kv(KvCache),
     /// Gated DeltaNet.
     Delta(DeltaCache),

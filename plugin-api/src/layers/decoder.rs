@@ -3,8 +3,8 @@
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::layers::{
-    Attention, AttentionConfig, DeltaCache, GatedDeltaConfig, GatedDeltaNet, KvCache, LayerCache,
-    Mlp, RmsNorm, Step,
+    Attention, AttentionConfig, DeltaCache, GatedDeltaConfig, GatedDeltaNet, LayerCache, Mlp,
+    RmsNorm, Step,
 };
 use crate::tensor::Tensor;
 
@@ -59,8 +59,8 @@ impl DecoderLayer {
 
     /// An empty cache for this layer.
     pub fn new_cache(&self) -> LayerCache {
-        match self.mixer {
-            Mixer::Attention(_) => LayerCache::Kv(KvCache::default()),
+        match &self.mixer {
+            Mixer::Attention(layer) => LayerCache::Kv(layer.new_cache()),
             Mixer::Delta(_) => LayerCache::Delta(DeltaCache::default()),
         }
     }

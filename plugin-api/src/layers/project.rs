@@ -14,6 +14,8 @@ pub struct Project<'a> {
     x: &'a Tensor,
     norm: Option<&'a RmsNorm>,
     residual: Option<&'a Tensor>,
+    post_norm: Option<&'a RmsNorm>,
+    scale: f32,
 }
 
 impl<'a> Project<'a> {
@@ -23,12 +25,26 @@ impl<'a> Project<'a> {
             x,
             norm: None,
             residual: None,
+            post_norm: None,
+            scale: 1.0,
         }
     }
 
     /// The input goes through a norm first.
     pub fn norm(mut self, norm: &'a RmsNorm) -> Self {
         self.norm = Some(norm);
+        self
+    }
+
+    /// The outcome goes through a norm of its own, before anything is added.
+    pub fn post_norm(mut self, norm: &'a RmsNorm) -> Self {
+        self.post_norm = Some(norm);
+        self
+    }
+
+    /// What leaves is multiplied by a factor, after everything else.
+    pub fn scaled(mut self, factor: f32) -> Self {
+        self.scale = factor;
         self
     }
 
@@ -56,18 +72,28 @@ impl<'a> Project<'a> {
             .map_err(|_| Error::failed("the host returned another number of projections"))
     }
 
+    /// As [`Project::through`], for a number of them that is not known beforehand.
+    pub fn through_all(self, linears: &[&Linear]) -> Result<Vec<Tensor>> {
+        self.run(linears, UnaryOp::NONE)
+    }
+
     fn run(self, linears: &[&Linear], gate: UnaryOp) -> Result<Vec<Tensor>> {
         let matrices: Vec<RawMatrix> = linears.iter().map(|linear| linear.raw()).collect();
-        let (norm, eps) = match self.norm.map(RmsNorm::parts) {
+        let parts = |norm: Option<&RmsNorm>| match norm.map(RmsNorm::parts) {
             Some((weight, eps)) => (weight.raw(), eps),
             None => (RawTensor::NULL, 0.0),
         };
+        let (norm, eps) = parts(self.norm);
+        let (post_norm, post_eps) = parts(self.post_norm);
         let out = api().project()(&abi::Projection {
             x: self.x.raw(),
             norm,
             eps,
             matrices: matrices.as_slice().into(),
             gate,
+            post_norm,
+            post_eps,
+            scale: self.scale,
             residual: self.residual.map_or(RawTensor::NULL, Tensor::raw),
         });
         if out.is_empty() {

@@ -26,6 +26,20 @@ impl Rope {
         }
     }
 
+    /// Gemma's "proportional" form: all `dims` are paired, half-split, and of the pairs only the first
+    /// `share` turn.
+    pub fn proportional(dims: i32, base: f32, share: f32) -> Result<Self> {
+        let turning = (dims as f32 * share) as usize / 2;
+        let freqs = plain_freqs(dims, base).enumerate();
+        let freqs: Vec<f32> = freqs
+            .map(|(pair, freq)| if pair < turning { freq } else { f32::INFINITY })
+            .collect();
+        Ok(Self {
+            freqs: Some(Tensor::from_slice(&freqs, &[dims / 2])?),
+            ..Self::new(dims, base)
+        })
+    }
+
     /// Reads a text config: `rope_theta`, `partial_rotary_factor` and the scaling, either flat or
     /// inside `rope_parameters` / `rope_scaling`. A scaling that is not known is refused.
     pub fn from_config(config: &Config, head_dim: i32) -> Result<Self> {

@@ -1,6 +1,6 @@
 //! What the checkpoint's config and the user's options say.
 
-use plugin_api::layers::{AttentionConfig, Rope};
+use plugin_api::layers::{AttentionConfig, KvSource, Rope};
 use plugin_api::{Checkpoint, Config, Error, Options, Result, Tap};
 
 /// What happens to the cached rows of drafted tokens that were accepted.
@@ -103,6 +103,10 @@ impl Settings {
                 rope: Rope::from_config(text, head_dim)?,
                 qk_norm: Some(eps),
                 gated: true,
+                scale: (head_dim as f32).powf(-0.5),
+                window: 0,
+                kv: KvSource::Own,
+                v_norm: None,
             },
             depth,
             tap: tap.unwrap_or(Tap::FINAL),

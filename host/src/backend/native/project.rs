@@ -157,6 +157,12 @@ pub(in crate::backend) fn project(args: &Projection) -> Option<OpResult<Vec<Arra
         }
         arrays.push(residual);
     }
+    if let Some((weight, _)) = &args.post_norm {
+        if weight.dtype() != x.dtype() || weight.shape() != [widths[0] as i32] {
+            return None;
+        }
+        arrays.push(weight);
+    }
     let outputs: Vec<Output<'_>> = shapes
         .iter()
         .map(|shape| Output {
@@ -174,7 +180,7 @@ pub(in crate::backend) fn project(args: &Projection) -> Option<OpResult<Vec<Arra
         by_kind!(kind_x, T => {
             // SAFETY: dtypes and shapes were checked above, and the inputs are in the order of
             // `arrays`: x, the norm's weight, for each matrix its weights, scales and biases and its
-            // offset, and the residual, those that are there.
+            // offset, the residual and the norm after, those that are there.
             unsafe {
                 let x: &[T] = buffers.input(take(), rows * inputs);
                 let norm = args
@@ -196,6 +202,10 @@ pub(in crate::backend) fn project(args: &Projection) -> Option<OpResult<Vec<Arra
                     .residual
                     .as_ref()
                     .map(|_| buffers.input::<T>(take(), rows * widths[0]));
+                let post_norm = args
+                    .post_norm
+                    .as_ref()
+                    .map(|(_, eps)| (buffers.input::<T>(take(), widths[0]), *eps));
                 Project {
                     x,
                     inputs,
@@ -203,7 +213,9 @@ pub(in crate::backend) fn project(args: &Projection) -> Option<OpResult<Vec<Arra
                     matrices: &weights,
                     offsets: &offsets,
                     gate: args.gate,
+                    post_norm,
                     residual,
+                    scale: args.scale,
                     exact: kernels::exact(),
                 }
                 .run(&mut outputs);

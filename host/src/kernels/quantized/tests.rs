@@ -78,6 +78,8 @@ fn product(matrix: QuantizedMatrix<'_>, x: &[f32], exact: bool) -> Vec<f32> {
         matrices: &[Matrix::Quantized(matrix)],
         offsets: &[None],
         gate: None,
+        post_norm: None,
+        scale: 1.0,
         residual: None,
         exact,
     };

@@ -1,0 +1,139 @@
+//! The layer of Gemma 4: norms before and after each part, and an input of its own per layer.
+
+use crate::abi::UnaryOp;
+use crate::checkpoint::Weights;
+use crate::error::{Error, Result};
+use crate::layers::{Attention, AttentionConfig, LayerCache, Linear, Project, RmsNorm, Step};
+use crate::tensor::Tensor;
+
+/// The shape of a Gemma 4 layer beside its attention.
+#[derive(Clone, Copy, Debug)]
+pub struct GemmaConfig {
+    /// Width of the residual stream.
+    pub hidden: i32,
+    /// Width of the feed-forward block.
+    pub intermediate: i32,
+    /// Width of the layer's own input (per-layer embeddings); 0: there is none.
+    pub layer_input: i32,
+    /// Epsilon of all norms.
+    pub eps: f32,
+}
+
+/// `h += norm(attention(norm(h))); h += norm(mlp(norm(h)))`, then what the layer's own input adds, and a
+/// factor on everything.
+pub struct GemmaLayer {
+    input_norm: RmsNorm,
+    attention: Attention,
+    post_attention_norm: RmsNorm,
+    pre_norm: RmsNorm,
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+    post_norm: RmsNorm,
+    own_input: Option<OwnInput>,
+    /// `layer_scalar`.
+    factor: f32,
+}
+
+/// `h += norm(projection(gelu(gate(h)) * input))`
+struct OwnInput {
+    gate: Linear,
+    projection: Linear,
+    norm: RmsNorm,
+}
+
+impl GemmaLayer {
+    /// Takes `self_attn`, `mlp`, the four norms, `layer_scalar`, and `per_layer_*` where there is such
+    /// an input.
+    pub fn load(w: &Weights, attention: AttentionConfig, config: GemmaConfig) -> Result<Self> {
+        let GemmaConfig {
+            hidden,
+            intermediate,
+            layer_input,
+            eps,
+        } = config;
+        let norm = |name: &str| RmsNorm::load(&w.child(name), hidden, eps);
+        let mlp = w.child("mlp");
+        let own_input = match layer_input {
+            0 => None,
+            width => Some(OwnInput {
+                gate: Linear::load(&w.child("per_layer_input_gate"), hidden, width)?,
+                projection: Linear::load(&w.child("per_layer_projection"), width, hidden)?,
+                norm: norm("post_per_layer_input_norm")?,
+            }),
+        };
+        let factor = w.shaped("layer_scalar", &[1])?.to_vec::<f32>()?;
+        Ok(Self {
+            input_norm: norm("input_layernorm")?,
+            attention: Attention::load(&w.child("self_attn"), attention)?,
+            post_attention_norm: norm("post_attention_layernorm")?,
+            pre_norm: norm("pre_feedforward_layernorm")?,
+            gate: Linear::load(&mlp.child("gate_proj"), hidden, intermediate)?,
+            up: Linear::load(&mlp.child("up_proj"), hidden, intermediate)?,
+            down: Linear::load(&mlp.child("down_proj"), intermediate, hidden)?,
+            post_norm: norm("post_feedforward_layernorm")?,
+            own_input,
+            factor: factor.first().copied().unwrap_or(1.0),
+        })
+    }
+
+    /// An empty cache of the kind that this layer looks at.
+    pub fn new_cache(&self) -> LayerCache {
+        LayerCache::Kv(self.attention.new_cache())
+    }
+
+    /// The tensors it holds.
+    pub fn tensors(&self) -> Vec<&Tensor> {
+        let norms = [
+            &self.input_norm,
+            &self.post_attention_norm,
+            &self.pre_norm,
+            &self.post_norm,
+        ];
+        let own = self.own_input.iter();
+        let linears = [&self.gate, &self.up, &self.down].into_iter();
+        let linears = linears.chain(own.clone().flat_map(|own| [&own.gate, &own.projection]));
+        let norms = norms.into_iter().chain(own.map(|own| &own.norm));
+        linears
+            .flat_map(Linear::tensors)
+            .chain(norms.flat_map(RmsNorm::tensors))
+            .chain(self.attention.tensors())
+            .collect()
+    }
+
+    /// `[B, T, hidden]` to the same shape. `input`: the layer's own, `[B, T, layer_input]`, where there is
+    /// one. The cache is the layer's own, or the one that it shares.
+    pub fn forward(
+        &self,
+        h: &Tensor,
+        step: &Step,
+        cache: &mut LayerCache,
+        input: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let LayerCache::Kv(cache) = cache else {
+            return Err(Error::failed("this cache belongs to another kind of layer"));
+        };
+        let mixed = self.attention.mixed(h, &self.input_norm, step, cache)?;
+        let h = Project::of(&mixed)
+            .post_norm(&self.post_attention_norm)
+            .plus(h)
+            .with(self.attention.out())?;
+        let x =
+            Project::of(&h)
+                .norm(&self.pre_norm)
+                .gated(UnaryOp::GELU_TANH, &self.gate, &self.up)?;
+        let mlp = Project::of(&x).post_norm(&self.post_norm).plus(&h);
+        let Some(own) = &self.own_input else {
+            return mlp.scaled(self.factor).with(&self.down);
+        };
+        let h = mlp.with(&self.down)?;
+        let input = input.ok_or_else(|| Error::failed("the layer's own input is absent"))?;
+        let gate = Project::of(&h).with(&own.gate)?;
+        let x = gate.unary(UnaryOp::GELU_TANH)?.mul(input)?;
+        Project::of(&x)
+            .post_norm(&own.norm)
+            .plus(&h)
+            .scaled(self.factor)
+            .with(&own.projection)
+    }
+}
