@@ -1,6 +1,6 @@
 //! What a drafter author implements.
 
-use crate::abi::{RowSpec, Tap};
+use crate::abi::{DonorKind, RowSpec, Tap};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::options::Options;
@@ -38,6 +38,8 @@ pub struct DrafterInfo {
     pub weight_bytes: u64,
     /// Target hiddens it wants to see, in this order in [`Advance::taps`].
     pub taps: Vec<Tap>,
+    /// Keys and values of the target it wants to look at, in this order in [`DraftRequest::donors`].
+    pub donors: Vec<DonorKind>,
     /// The depth it was made for.
     pub default_depth: u32,
     /// The largest depth it can draft.
@@ -96,6 +98,17 @@ pub struct DraftRequest<'a> {
     /// The position of the first drafted token of each row: the key of its draw, for
     /// [`crate::sampling::draw`].
     pub positions: &'a [u32],
+    /// What the target lends of its keys and values. They must not be kept beyond the call: whoever
+    /// holds them makes the target copy its caches.
+    pub donors: Vec<Donor>,
+}
+
+/// Keys and values of the target, for [`crate::layers::KvCache::lent`].
+pub struct Donor {
+    /// `[B, kv_heads, capacity, D]`, normalised and rotated; position `p` lies in column `p % capacity`.
+    pub keys: Tensor,
+    /// As `keys`.
+    pub values: Tensor,
 }
 
 impl DraftRequest<'_> {

@@ -8,7 +8,7 @@ use abi_stable::std_types::{RErr, ROk, RSlice};
 
 use crate::abi::{self, Fault, FaultCode, RawProvider, RawRows, Reply};
 use crate::checkpoint::Checkpoint;
-use crate::drafter::{Advance, DraftRequest, DraftRows, Drafter, RowAdvance};
+use crate::drafter::{Advance, Donor, DraftRequest, DraftRows, Drafter, RowAdvance};
 use crate::error::{Error, Result};
 use crate::guard;
 use crate::options::Options;
@@ -131,6 +131,7 @@ extern "C" fn info<D: Drafter>(this: *mut c_void) -> Reply<abi::ProviderInfo> {
             name: info.name.into(),
             weight_bytes: info.weight_bytes,
             taps: info.taps.into(),
+            donors: info.donors.into(),
             default_depth: info.default_depth,
             max_depth: info.max_depth,
         })
@@ -203,6 +204,20 @@ extern "C" fn commit<R: DraftRows>(this: *mut c_void, raw: &abi::Advance<'_>) ->
     })
 }
 
+fn lent(donor: &abi::Donor) -> Result<Donor> {
+    if donor.keys.is_null() || donor.values.is_null() {
+        return Err(Error::failed("the host lends no keys"));
+    }
+    // SAFETY: live handles, lent for the time of the call.
+    let (keys, values) = unsafe {
+        (
+            Tensor::borrow_raw(donor.keys),
+            Tensor::borrow_raw(donor.values),
+        )
+    };
+    Ok(Donor { keys, values })
+}
+
 extern "C" fn draft<R: DraftRows>(
     this: *mut c_void,
     request: &abi::DraftRequest<'_>,
@@ -212,6 +227,7 @@ extern "C" fn draft<R: DraftRows>(
             depths: request.depths.as_slice(),
             pending: request.pending.as_slice(),
             positions: request.positions.as_slice(),
+            donors: request.donors.iter().map(lent).collect::<Result<_>>()?,
         };
         let count = rows.row_count();
         let sizes = [

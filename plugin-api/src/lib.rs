@@ -32,11 +32,11 @@ pub mod sampling;
 mod target;
 mod tensor;
 
-pub use abi::{DType, RowSpec, Tap};
+pub use abi::{DType, DonorFacts, DonorKind, RowSpec, Tap};
 pub use checkpoint::{Checkpoint, Weights};
 pub use config::Config;
 pub use drafter::{
-    Advance, DraftRequest, DraftRows, DraftSource, Drafter, DrafterInfo, Drafts, RowAdvance,
+    Advance, Donor, DraftRequest, DraftRows, DraftSource, Drafter, DrafterInfo, Drafts, RowAdvance,
     SourceRows,
 };
 pub use error::{Error, Result};

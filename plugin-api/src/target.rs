@@ -2,7 +2,7 @@
 
 use abi_stable::std_types::RSlice;
 
-use crate::abi::{self, DType, RawTarget};
+use crate::abi::{self, DType, DonorFacts, RawTarget};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
@@ -23,6 +23,8 @@ pub struct TargetFacts {
     pub dtype: DType,
     /// Digest of its token table, if it has a tokenizer.
     pub vocabulary: Option<String>,
+    /// The keys and values that it lends.
+    pub donors: Vec<DonorFacts>,
 }
 
 impl TargetFacts {
@@ -36,6 +38,7 @@ impl TargetFacts {
             vocab_size: self.vocab_size as u32,
             dtype: self.dtype,
             vocabulary: self.vocabulary.as_deref().map(Into::into).into(),
+            donors: self.donors.as_slice().into(),
         }
     }
 
@@ -49,6 +52,7 @@ impl TargetFacts {
             vocab_size: size(facts.vocab_size),
             dtype: facts.dtype,
             vocabulary: facts.vocabulary.into_option().map(String::from),
+            donors: facts.donors.to_vec(),
         }
     }
 

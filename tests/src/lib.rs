@@ -64,7 +64,13 @@ fn build() {
             return;
         }
         let packages = [
-            "mlxhost", "ngram", "qwen_mtp", "scripted", "hostile", "altered",
+            "mlxhost",
+            "gemma_assistant",
+            "ngram",
+            "qwen_mtp",
+            "scripted",
+            "hostile",
+            "altered",
         ];
         let mut cargo = Command::new(env!("CARGO"));
         // In the profile that this test or benchmark was built in.

@@ -187,3 +187,77 @@ fn a_drafter_whose_weights_have_another_shape_costs_only_the_drafts() {
     }
     assert_plain(&warning);
 }
+
+/// A target with an assistant for Gemma 4.
+fn assisted(target: &Path, drafter: &Path) -> Output {
+    let library = plugin("gemma_assistant");
+    run(&[
+        "--plugin",
+        library.to_str().unwrap(),
+        "--model",
+        target.to_str().unwrap(),
+        "--drafter",
+        drafter.to_str().unwrap(),
+        "--prompt-tokens",
+        "1,2,3",
+        "--max-tokens",
+        "4",
+    ])
+}
+
+#[test]
+fn an_assistant_that_does_not_fit_is_refused_naming_both() {
+    let target = checkpoint("gemma4-4bit-g32-f32");
+    for (pointer, value, says) in [
+        (
+            "/backbone_hidden_size",
+            json!(96),
+            "backbone hidden size 96",
+        ),
+        ("/text_config/vocab_size", json!(321), "vocabulary size 321"),
+        (
+            "/text_config/head_dim",
+            json!(16),
+            "head size of sliding layers 16",
+        ),
+        (
+            "/text_config/global_head_dim",
+            json!(32),
+            "head size of full layers 32",
+        ),
+        ("/text_config/num_key_value_heads", json!(2), "key heads of"),
+        ("/text_config/sliding_window", json!(8), "sliding window 8"),
+        (
+            "/text_config/num_kv_shared_layers",
+            json!(2),
+            "num_kv_shared_layers",
+        ),
+        ("/text_config/layer_types/0", json!("linear"), "layer_types"),
+        ("/text_config/num_hidden_layers", json!(5), "layer_types"),
+        (
+            "/text_config/rope_parameters",
+            Value::Null,
+            "rope_parameters",
+        ),
+        ("/backbone_hidden_size", Value::Null, "backbone_hidden_size"),
+    ] {
+        let drafter = Copy::of("gemma4_assistant-f32");
+        let list = pointer.strip_suffix("/0");
+        match list {
+            Some(list) => drafter.set("config.json", list, Value::Array(vec![value; 4])),
+            None => drafter.set("config.json", pointer, value),
+        };
+        let output = assisted(&target, drafter.path());
+        assert_refused(&output, 2, &["plugin gemma_assistant", drafter.arg(), says]);
+    }
+    // A head that there are no tensors for.
+    let drafter = Copy::of("gemma4_assistant-f32");
+    drafter.set("config.json", "/use_ordered_embeddings", json!(true));
+    let says = &["missing tensors", "masked_embedding"];
+    assert_refused(&assisted(&target, drafter.path()), 2, says);
+    // No target without such layers has keys to lend.
+    let llama = checkpoint("llama-f32");
+    let assistant = checkpoint("gemma4_assistant-f32");
+    let says = &["plugin gemma_assistant", "llama-f32", "none to lend"];
+    assert_refused(&assisted(&llama, &assistant), 2, says);
+}

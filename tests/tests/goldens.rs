@@ -162,12 +162,12 @@ fn count(value: &Value) -> usize {
     value.as_f64().expect("a number") as usize
 }
 
-/// A head's rounds against those of mlx-vlm, which keeps accepted rows as drafted.
-fn drafts_like_mlx_vlm(name: &str) {
+/// The rounds of a drafter against those of mlx-vlm.
+fn drafts_like_mlx_vlm(name: &str, plugin_name: &str, option: &str) {
     let golden = golden(name);
     let oracle = |key: &str| fixture("oracle").join(golden[key].as_str().expect(key));
     let (target, head) = (oracle("target"), oracle("drafter"));
-    let plugin = plugin("qwen_mtp");
+    let plugin = plugin(plugin_name);
     let depth = count(&golden["draft_block_size"]) - 1;
     for run in ["A", "C"] {
         let expected = &golden["runs"][run];
@@ -184,12 +184,12 @@ fn drafts_like_mlx_vlm(name: &str) {
                 "--drafter",
                 text(&head),
                 "--drafter-option",
-                "commit=keep",
+                option,
                 "--depth",
                 &depth.to_string(),
             ],
         );
-        assert_eq!(answer["drafter"], "qwen_mtp");
+        assert_eq!(answer["drafter"], plugin_name);
         assert_eq!(ids(&answer["tokens"])[..tokens.len()], tokens);
         let ours = rounds(&answer);
         let theirs = expected["rounds"].as_array().expect("rounds");
@@ -205,19 +205,90 @@ fn drafts_like_mlx_vlm(name: &str) {
     }
 }
 
+/// mlx-vlm keeps accepted rows of a head's cache as drafted.
+const KEEP: &str = "commit=keep";
+
+#[test]
+fn the_gemma4_assistant_drafts_like_mlx_vlm() {
+    let assistant = "gemma_assistant";
+    drafts_like_mlx_vlm("spec-gemma4-assistant-f32", assistant, "positions=mlx_vlm");
+    drafts_like_mlx_vlm(
+        "spec-gemma4-assistant-ordered-f32",
+        assistant,
+        "positions=mlx_vlm",
+    );
+    drafts_like_mlx_vlm("spec-gemma4q-assistant-f32", assistant, "positions=mlx_vlm");
+}
+
+/// The first rounds of the assistant against a peer's; the peer lists drafts and accepted counts.
+fn assistant_drafts_like(name: &str, option: &str, most: usize) {
+    let golden = golden(name);
+    let head = match name.contains("ordered") {
+        true => checkpoint("gemma4_assistant-ordered-f32"),
+        false => checkpoint("gemma4_assistant-f32"),
+    };
+    let (plugin, target) = (plugin("gemma_assistant"), checkpoint("gemma4-f32"));
+    for run in ["A", "C"] {
+        let expected = &golden["runs"][run];
+        let options = [
+            "--plugin",
+            text(&plugin),
+            "--drafter",
+            text(&head),
+            "--drafter-option",
+            option,
+            "--depth",
+            "3",
+        ];
+        let ours = rounds(&generate(&target, &ids(&expected["prompt"]), 48, &options));
+        let theirs = expected["rounds"].as_array().expect("rounds");
+        // The last round was cut by the peer's own limit.
+        let most = most.min(theirs.len() - 1);
+        for (index, (round, (drafted, accepted))) in theirs.iter().zip(ours).take(most).enumerate()
+        {
+            let case = format!("{name} {run}, round {index}");
+            assert_eq!(drafted, ids(&round["draft"]), "{case}");
+            if !round["accepted"].is_null() {
+                assert_eq!(accepted, count(&round["accepted"]), "{case}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_gemma4_assistant_drafts_like_optiq() {
+    for name in [
+        "spec-optiq-gemma4-assistant",
+        "spec-optiq-gemma4-assistant-ordered",
+    ] {
+        assistant_drafts_like(name, "positions=optiq", usize::MAX);
+    }
+}
+
+/// Later rounds of the publisher's code look at rejected tokens.
+#[test]
+fn the_gemma4_assistant_begins_like_the_publisher() {
+    for name in [
+        "spec-hf-gemma4-assistant",
+        "spec-hf-gemma4-assistant-ordered",
+    ] {
+        assistant_drafts_like(name, "positions=publisher", 1);
+    }
+}
+
 #[test]
 fn the_qwen3_5_head_drafts_like_mlx_vlm() {
-    drafts_like_mlx_vlm("spec-qwen3_5-mtp-f32");
+    drafts_like_mlx_vlm("spec-qwen3_5-mtp-f32", "qwen_mtp", KEEP);
 }
 
 #[test]
 fn the_quantized_qwen3_5_head_drafts_like_mlx_vlm() {
-    drafts_like_mlx_vlm("spec-qwen3_5-mtp-4bitf32");
+    drafts_like_mlx_vlm("spec-qwen3_5-mtp-4bitf32", "qwen_mtp", KEEP);
 }
 
 #[test]
 fn the_quantized_head_on_a_quantized_target_drafts_like_mlx_vlm() {
-    drafts_like_mlx_vlm("spec-qwen3_5q-mtp-4bitf32");
+    drafts_like_mlx_vlm("spec-qwen3_5q-mtp-4bitf32", "qwen_mtp", KEEP);
 }
 
 #[test]

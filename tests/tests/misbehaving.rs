@@ -180,6 +180,8 @@ fn a_drafter_that_fails_before_it_drafts_is_an_error() {
         ("no-depth", 1, "cannot draft"),
         ("many-taps", 1, "1000 hidden states"),
         ("deep-tap", 2, "the output of layer 9999"),
+        ("many-donors", 1, "1000 kinds of keys"),
+        ("odd-donor", 2, "none to lend"),
     ] {
         let output = hostile(TARGETS[0], behave, 0, &[]);
         assert_refused(&output, code, &["plugin hostile: ", cause]);

@@ -112,22 +112,32 @@ fn quantized_qwen3_5_answers_together_as_alone() {
     like_alone_with_forced_drafts("qwen3_5-4bit-g64-f32", &[3, 5]);
 }
 
-/// A head drafts for each row as it does for that row alone.
 fn like_alone_with_a_head(model: &str, head: &str) {
+    let commit = |how| [("commit", how)];
+    like_alone_with(
+        "qwen_mtp",
+        model,
+        head,
+        &[commit("keep"), commit("recompute")],
+    );
+}
+
+/// A drafter drafts for each row as it does for that row alone.
+fn like_alone_with(plugin: &str, model: &str, head: &str, all_options: &[[(&str, &str); 1]]) {
     let _lock = engine_lock();
     let (model, head) = (checkpoint(model), checkpoint(head));
     let rows = rows(4);
     let plain = alone(&model, &rows);
-    for commit in ["keep", "recompute"] {
-        let source = drafter("qwen_mtp", Some(&head), &[("commit", commit)]);
+    for options in all_options {
+        let source = drafter(plugin, Some(&head), options);
         let engine = engine(&model, Some(source));
         let together = ask_together(&engine, &requests(&rows));
         for ((row, plain), reply) in rows.iter().zip(&plain).zip(&together) {
-            assert_eq!(reply, plain, "{commit}");
-            assert_eq!(reply.stats.drafter.as_deref(), Some("qwen_mtp"));
+            assert_eq!(reply, plain, "{options:?}");
+            assert_eq!(reply.stats.drafter.as_deref(), Some(plugin));
             let single = ask(&engine, &row.request);
-            assert_eq!(single, *plain, "{commit}");
-            assert_eq!(single.stats.rounds, reply.stats.rounds, "{commit}");
+            assert_eq!(single, *plain, "{options:?}");
+            assert_eq!(single.stats.rounds, reply.stats.rounds, "{options:?}");
         }
         let accepted = together.iter().map(|r| r.stats.accepted_tokens());
         assert!(accepted.sum::<usize>() > 0);
@@ -142,6 +152,14 @@ fn a_head_drafts_together_as_alone() {
 #[test]
 fn a_quantized_head_drafts_together_as_alone() {
     like_alone_with_a_head("qwen3_5-4bit-g64-f32", "qwen3_5_mtp-4bit-g64-f32");
+}
+
+#[test]
+fn assistants_draft_together_as_alone() {
+    let options = [[("positions", "publisher")], [("positions", "optiq")]];
+    for head in ["gemma4_assistant-f32", "gemma4_assistant-ordered-f32"] {
+        like_alone_with("gemma_assistant", "gemma4-4bit-g32-f32", head, &options);
+    }
 }
 
 /// Greedy answers of one group against those of a peer.

@@ -2,8 +2,8 @@
 
 use std::rc::Rc;
 
-use plugin_api::abi::{Advance, DraftRequest, RawTensor};
-use plugin_api::{Result, RowSpec, Tap, Tensor};
+use plugin_api::abi::{Advance, Donor, DraftRequest, RawTensor};
+use plugin_api::{DonorKind, Result, RowSpec, Tap, Tensor};
 
 use crate::model::TargetHandle;
 use crate::plugin::{Draft, Drafter, Rows};
@@ -73,6 +73,13 @@ impl Drafting {
             .map_or_else(Vec::new, |rows| rows.drafter().taps().to_vec())
     }
 
+    /// The keys of the target that the drafter looks at.
+    pub fn donors(&self) -> Vec<DonorKind> {
+        self.rows
+            .as_ref()
+            .map_or_else(Vec::new, |rows| rows.drafter().donors().to_vec())
+    }
+
     /// The deepest draft that can be asked for, 0 without a drafter.
     pub fn max_depth(&self) -> u32 {
         self.rows
@@ -120,7 +127,13 @@ impl Drafting {
     }
 
     /// A draft; none without a drafter or when nothing was drafted.
-    pub fn draft(&mut self, depths: &[u32], pending: &[i32], positions: &[u32]) -> Option<Draft> {
+    pub fn draft(
+        &mut self,
+        depths: &[u32],
+        pending: &[i32],
+        positions: &[u32],
+        donors: &[Donor],
+    ) -> Option<Draft> {
         if depths.iter().all(|&depth| depth == 0) {
             return None;
         }
@@ -129,6 +142,7 @@ impl Drafting {
             depths: depths.into(),
             pending: pending.into(),
             positions: positions.into(),
+            donors: donors.into(),
         };
         self.call(|rows| rows.draft(&request))
             .filter(|draft| draft.ids.is_some())

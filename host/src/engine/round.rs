@@ -6,15 +6,16 @@
 
 use std::time::Instant;
 
-use plugin_api::abi::BinaryOp;
-use plugin_api::layers::Step;
+use plugin_api::abi::{BinaryOp, Donor};
+use plugin_api::layers::{LayerCache, Step};
 use plugin_api::sampling::{self, Sampling};
-use plugin_api::{DType, Result, Tensor};
+use plugin_api::{DType, DonorKind, Result, Tensor};
 
 use super::drafting::Progress;
 use super::group::Group;
 use super::row::Row;
 use super::stats::Round;
+use crate::model::Model;
 use crate::plugin::Draft;
 
 /// What one row's verification gave.
@@ -37,7 +38,10 @@ impl Group {
             .iter()
             .map(|row| row.processed as u32 + 1)
             .collect();
-        let draft = self.drafting.draft(&depths, &pending, &positions);
+        let draft = match donors(&self.drafting.donors(), self.target.model(), &self.caches) {
+            Some(donors) => self.drafting.draft(&depths, &pending, &positions, &donors),
+            None => None,
+        };
         if let Some(ids) = draft.as_ref().and_then(|draft| draft.ids.as_ref()) {
             // The drafts compute while the graph of the verification is built.
             Tensor::start_all(&[ids])?;
@@ -173,6 +177,18 @@ impl Group {
         };
         self.drafting.commit(&progress, drafted);
     }
+}
+
+/// What the target lends a drafter; none if it lacks some of it.
+fn donors(kinds: &[DonorKind], model: &Model, caches: &[LayerCache]) -> Option<Vec<Donor>> {
+    let donor = |kind: &DonorKind| {
+        let (keys, values) = model.donor(*kind, caches)?;
+        Some(Donor {
+            keys: keys.raw(),
+            values: values.raw(),
+        })
+    };
+    kinds.iter().map(donor).collect()
 }
 
 /// The longest prefix in which the target draws what was drafted, and the draw after it.

@@ -2,7 +2,7 @@
 
 use plugin_api::abi::UnaryOp;
 use plugin_api::layers::{DecoderLayer, GemmaLayer, LayerCache, Linear, RmsNorm, Step};
-use plugin_api::{DType, Error, Result, Tap, Tensor, Weights};
+use plugin_api::{DType, DonorFacts, Error, Result, Tap, Tensor, Weights};
 
 use super::gemma4::PerLayer;
 
@@ -26,6 +26,8 @@ pub(super) struct Extras {
     pub per_layer: Option<PerLayer>,
     /// The layer whose cache each layer looks at; none: its own.
     pub caches: Option<Vec<usize>>,
+    /// Layers that lend their keys to drafters, and what those are like.
+    pub donors: Vec<(usize, DonorFacts)>,
 }
 
 /// A layer of one of the kinds there are.
@@ -157,6 +159,11 @@ impl Decoder {
             Some(scale) => embedded.scale(scale),
             None => Ok(embedded),
         }
+    }
+
+    /// Layers that lend their keys to drafters.
+    pub fn donors(&self) -> &[(usize, DonorFacts)] {
+        &self.extras.donors
     }
 
     /// The matrix of the head.

@@ -1,10 +1,8 @@
 //! Gemma 4, text: sliding and full attention, per-layer embeddings and shared keys (E2B, E4B), keys that
 //! are values too (31B). The mixture of experts (26B-A4B) is refused.
 
-use plugin_api::layers::{
-    AttentionConfig, GemmaConfig, GemmaLayer, KvSource, Linear, RmsNorm, Rope,
-};
-use plugin_api::{Config, Result, Tensor, Weights};
+use plugin_api::layers::{GemmaConfig, GemmaKind, GemmaLayer, Linear, RmsNorm, gemma_attention};
+use plugin_api::{Config, DonorFacts, DonorKind, Result, Tensor, Weights};
 
 use super::decoder::{Decoder, Extras, Layer, Sizes};
 use super::layout::Layout;
@@ -29,7 +27,7 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
     }
     let hidden = text.size("hidden_size")?;
     let eps = text.float("rms_norm_eps")?;
-    let kinds = layer_kinds(text)?;
+    let kinds = GemmaKind::of_layers(text)?;
     let count = kinds.len();
     // Engines disagree on the defaults of these, so they must be stated.
     let shared = match text.get("num_kv_shared_layers").and_then(|n| n.as_u64()) {
@@ -64,7 +62,7 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
                 })?,
         };
         caches.push(source);
-        let attention = attention(text, index, kind, is_shared, (hidden, eps))?;
+        let attention = gemma_attention(text, index, kind, is_shared)?;
         let config = GemmaConfig {
             hidden,
             intermediate: if wide && is_shared {
@@ -104,135 +102,30 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
         softcap: text.opt_float("final_logit_softcapping")?,
         per_layer,
         caches: Some(caches),
+        donors: donors(text, &kinds[..own])?,
     };
     Ok(Decoder::load(&layout.model, &layout.head, sizes, layers)?.with(extras))
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Sliding,
-    Full,
-}
-
-fn layer_kinds(text: &Config) -> Result<Vec<Kind>> {
-    let count = text.size("num_hidden_layers")? as usize;
-    let kinds = text.get("layer_types").and_then(|value| {
-        let items = value.as_array()?;
-        items
-            .iter()
-            .map(|item| match item.as_str()? {
-                "sliding_attention" => Some(Kind::Sliding),
-                "full_attention" => Some(Kind::Full),
-                _ => None,
-            })
-            .collect::<Option<Vec<_>>>()
-    });
-    match kinds {
-        Some(kinds) if kinds.len() == count => Ok(kinds),
-        _ => {
-            let expected = format!(
-                "must list {count} times sliding_attention or full_attention, as num_hidden_layers says"
-            );
-            Err(text.error("layer_types", expected))
+/// The last layer of each kind that has keys of its own.
+fn donors(text: &Config, kinds: &[GemmaKind]) -> Result<Vec<(usize, DonorFacts)>> {
+    let mut donors = Vec::new();
+    for (kind, donor) in [
+        (GemmaKind::Full, DonorKind::FULL),
+        (GemmaKind::Sliding, DonorKind::SLIDING),
+    ] {
+        if let Some(index) = kinds.iter().rposition(|&other| other == kind) {
+            let attention = gemma_attention(text, index, kind, false)?;
+            let facts = DonorFacts {
+                kind: donor,
+                kv_heads: attention.kv_heads as u32,
+                head_dim: attention.head_dim as u32,
+                window: attention.window as u32,
+            };
+            donors.push((index, facts));
         }
     }
-}
-
-fn attention(
-    text: &Config,
-    index: usize,
-    kind: Kind,
-    shared: bool,
-    (hidden, eps): (i32, f32),
-) -> Result<AttentionConfig> {
-    // Newer files state sizes that differ per layer, and only there.
-    let own = match text.section("per_layer_config")? {
-        Some(all) => all.section(&index.to_string())?,
-        None => None,
-    };
-    let stated = |key: &str| match &own {
-        Some(own) => own.opt_size(key),
-        None => Ok(None),
-    };
-    let tied = kind == Kind::Full && text.opt_bool("attention_k_eq_v")?.unwrap_or(false);
-    let head_dim = match (stated("head_dim")?, kind) {
-        (Some(dim), _) => dim,
-        (None, Kind::Sliding) => text.size("head_dim")?,
-        (None, Kind::Full) => text.size("global_head_dim")?,
-    };
-    let kv_heads = match (stated("num_key_value_heads")?, tied) {
-        (Some(heads), _) => heads,
-        (None, true) => match text.opt_size("num_global_key_value_heads")? {
-            Some(heads) => heads,
-            None => text.size("num_key_value_heads")?,
-        },
-        (None, false) => text.size("num_key_value_heads")?,
-    };
-    let heads = text.size("num_attention_heads")?;
-    if heads % kv_heads != 0 {
-        let problem = format!("is {kv_heads}, not a divisor of {heads} heads");
-        return Err(text.error("num_key_value_heads", problem));
-    }
-    text.check_heads("num_attention_heads", heads, head_dim)?;
-    if head_dim % 2 != 0 {
-        return Err(text.error("head_dim", format!("is {head_dim}, an odd number")));
-    }
-    Ok(AttentionConfig {
-        hidden,
-        heads,
-        kv_heads,
-        head_dim,
-        rope: rope(text, kind, head_dim)?,
-        qk_norm: Some(eps),
-        gated: false,
-        scale: 1.0,
-        window: match kind {
-            Kind::Sliding => text.size("sliding_window")?,
-            Kind::Full => 0,
-        },
-        kv: match (shared, tied) {
-            (true, _) => KvSource::Shared,
-            (false, true) => KvSource::Tied,
-            (false, false) => KvSource::Own,
-        },
-        v_norm: Some(eps),
-    })
-}
-
-fn rope(text: &Config, kind: Kind, head_dim: i32) -> Result<Rope> {
-    let name = match kind {
-        Kind::Sliding => "sliding_attention",
-        Kind::Full => "full_attention",
-    };
-    let parameters = text.section("rope_parameters")?;
-    let Some(section) = parameters
-        .and_then(|all| all.section(name).transpose())
-        .transpose()?
-    else {
-        return Err(text.error("rope_parameters", format!("says nothing about {name}")));
-    };
-    let base = section.float("rope_theta")?;
-    if base <= 0.0 {
-        return Err(section.error(
-            "rope_theta",
-            format!("is {base}, expected a positive number"),
-        ));
-    }
-    match section.str("rope_type")? {
-        "default" => Ok(Rope::new(head_dim, base)),
-        "proportional" => {
-            let share = section.float("partial_rotary_factor")?;
-            if !(0.0..=1.0).contains(&share) {
-                let problem = format!("is {share}, expected 0 to 1");
-                return Err(section.error("partial_rotary_factor", problem));
-            }
-            Rope::proportional(head_dim, base, share)
-        }
-        other => {
-            let problem = format!("is {other}; supported: default, proportional");
-            Err(section.error("rope_type", problem))
-        }
-    }
+    Ok(donors)
 }
 
 /// The inputs that each layer has of its own: from the tokens, and from the embedded tokens.

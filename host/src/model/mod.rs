@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use plugin_api::abi::FaultCode;
 use plugin_api::layers::{LayerCache, Step};
-use plugin_api::{Result, Tap, TargetFacts, Tensor, Weights};
+use plugin_api::{DonorKind, Result, Tap, TargetFacts, Tensor, Weights};
 
 use crate::backend;
 use crate::checkpoint::Checkpoint;
@@ -86,6 +86,7 @@ impl Model {
             vocab_size: decoder.vocab(),
             dtype: decoder.dtype(),
             vocabulary,
+            donors: decoder.donors().iter().map(|(_, facts)| *facts).collect(),
         };
         Ok(Self {
             decoder,
@@ -126,6 +127,20 @@ impl Model {
     /// The head: `[.., hidden]` after the final norm to `[.., vocabulary]`.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         self.decoder.logits(hidden)
+    }
+
+    /// The keys and values of that kind in a group's caches, once there are any.
+    pub fn donor<'a>(
+        &self,
+        kind: DonorKind,
+        caches: &'a [LayerCache],
+    ) -> Option<(&'a Tensor, &'a Tensor)> {
+        let mut donors = self.decoder.donors().iter();
+        let (layer, _) = donors.find(|(_, facts)| facts.kind == kind)?;
+        match caches.get(*layer)? {
+            LayerCache::Kv(cache) => cache.buffers(),
+            LayerCache::Delta(_) => None,
+        }
     }
 
     /// Whether [`Model::forward`] knows the tap.

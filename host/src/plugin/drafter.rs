@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use abi_stable::std_types::Tuple2;
 use plugin_api::abi::{
-    FaultCode, LoadRequest, OpenRequest, PluginModuleRef, RawProvider, RowSpec, Tap,
+    DonorKind, FaultCode, LoadRequest, OpenRequest, PluginModuleRef, RawProvider, RowSpec, Tap,
 };
 use plugin_api::{Error, Result};
 
@@ -39,6 +39,7 @@ pub struct Drafter {
     plugin: String,
     name: String,
     taps: Vec<Tap>,
+    donors: Vec<DonorKind>,
     default_depth: u32,
     max_depth: u32,
     /// Declared last: the tables above point into it.
@@ -96,6 +97,7 @@ impl Drafter {
             name: plugin.clone(),
             plugin,
             taps: Vec::new(),
+            donors: Vec::new(),
             default_depth: 0,
             max_depth: 0,
             _library: library,
@@ -109,7 +111,12 @@ impl Drafter {
             return Err(Error::failed(problem));
         }
         drafter.name = crate::text::one_line(&info.name);
+        if info.donors.len() > MAX_TAPS {
+            let problem = format!("it wants {} kinds of keys", info.donors.len());
+            return Err(Error::failed(problem));
+        }
         drafter.taps = info.taps.into();
+        drafter.donors = info.donors.into();
         drafter.max_depth = info.max_depth.min(MAX_DEPTH);
         drafter.default_depth = info.default_depth.clamp(1, drafter.max_depth);
         Ok(drafter)
@@ -125,6 +132,13 @@ impl Drafter {
             )));
         }
         let facts = target.facts();
+        let lends = |kind: &DonorKind| facts.donors.iter().any(|donor| donor.kind == *kind);
+        if let Some(kind) = self.donors.iter().find(|kind| !lends(kind)) {
+            return Err(Error::mismatch(format!(
+                "it looks at keys of kind {kind:?}, target {} has none to lend",
+                facts.name
+            )));
+        }
         self.raw.table.pair()(self.raw.this, &facts.as_abi())
             .into_result()
             .map_err(fault)
@@ -159,6 +173,11 @@ impl Drafter {
     /// The taps it wants with every advance.
     pub fn taps(&self) -> &[Tap] {
         &self.taps
+    }
+
+    /// The keys of the target that it looks at.
+    pub fn donors(&self) -> &[DonorKind] {
+        &self.donors
     }
 
     /// The depth to use when the user names none.

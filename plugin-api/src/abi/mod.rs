@@ -19,13 +19,13 @@ mod types;
 pub use host::{Attend, GatedDelta, HostApi, HostApiRef, Projection, RawCheckpoint, RawMatrix};
 pub use manifest::{Embedded, MAX_MANIFEST_BYTES, SECTION, section_bytes, total_len};
 pub use plugin::{
-    Advance, DraftReply, DraftRequest, DraftRows, DraftRowsRef, LoadRequest, OpenRequest,
-    PluginModule, PluginModuleRef, Provider, ProviderInfo, ProviderRef, RawProvider, RawRows,
-    RawTarget, RowSpec, Tap, TargetFacts, TargetView, TargetViewRef,
+    Advance, Donor, DonorFacts, DraftReply, DraftRequest, DraftRows, DraftRowsRef, LoadRequest,
+    OpenRequest, PluginModule, PluginModuleRef, Provider, ProviderInfo, ProviderRef, RawProvider,
+    RawRows, RawTarget, RowSpec, Tap, TargetFacts, TargetView, TargetViewRef,
 };
 pub use types::{
-    AttentionMask, BinaryOp, DType, Fault, FaultCode, LogLevel, MAX_RANK, RawTensor, ReduceOp,
-    Reply, TensorInfo, UnaryOp,
+    AttentionMask, BinaryOp, DType, DonorKind, Fault, FaultCode, LogLevel, MAX_RANK, RawTensor,
+    ReduceOp, Reply, TensorInfo, UnaryOp,
 };
 
 /// The symbol of a plugin's `abi_stable` library header, which leads to its root module.

@@ -12,7 +12,7 @@ use abi_stable::sabi_types::VersionStrings;
 use abi_stable::std_types::{ROption, RSlice, RStr, RString, RVec, Tuple2};
 
 use super::host::HostApiRef;
-use super::types::{DType, RawTensor, Reply};
+use super::types::{DType, DonorKind, RawTensor, Reply};
 use crate::sampling::Sampling;
 
 /// The root module of a plugin library. Since 1.0.
@@ -105,6 +105,8 @@ pub struct ProviderInfo {
     pub weight_bytes: u64,
     /// The taps it wants with every `prefill` and `commit`, in this order.
     pub taps: RVec<Tap>,
+    /// The keys and values of the target that it wants to look at with every `draft`, in this order.
+    pub donors: RVec<DonorKind>,
     /// The depth it was made for, used when the user names none.
     pub default_depth: u32,
     /// The largest depth it can draft.
@@ -129,6 +131,36 @@ pub struct TargetFacts<'a> {
     pub dtype: DType,
     /// Digest of its token table; none when it was loaded without a tokenizer.
     pub vocabulary: ROption<RStr<'a>>,
+    /// The keys and values that it lends.
+    pub donors: RSlice<'a, DonorFacts>,
+}
+
+/// The shape of keys and values that a target lends.
+#[repr(C)]
+#[derive(StableAbi, Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DonorFacts {
+    /// What kind of layer they are of.
+    pub kind: DonorKind,
+    /// Key and value heads.
+    pub kv_heads: u32,
+    /// Dimensions of a head.
+    pub head_dim: u32,
+    /// Keys that the layer's own queries see; 0: all.
+    pub window: u32,
+}
+
+/// Keys and values of the target, as its layer's cache holds them; borrowed.
+///
+/// Position `p` of each row lies in column `p % capacity`. All processed tokens are there, of a sliding
+/// layer the window and some more; what lies beyond a row's processed tokens means nothing. They
+/// serve [`super::HostApi::attend`] as they are, without new keys; they must not be kept.
+#[repr(C)]
+#[derive(StableAbi, Clone, Copy, Debug)]
+pub struct Donor {
+    /// `[B, kv_heads, capacity, D]`, normalised and rotated.
+    pub keys: RawTensor,
+    /// `[B, kv_heads, capacity, D]`.
+    pub values: RawTensor,
 }
 
 /// What is constant over the life of a row.
@@ -222,6 +254,9 @@ pub struct DraftRequest<'a> {
     /// The position of the first drafted token in each row (its index in prompt + answer): the key
     /// of its random draw.
     pub positions: RSlice<'a, u32>,
+    /// What the target lends, as [`ProviderInfo::donors`] asked for it. A row has `positions[b] - 1`
+    /// processed tokens: all but its pending one.
+    pub donors: RSlice<'a, Donor>,
 }
 
 /// Drafted tokens. Owned by the host.

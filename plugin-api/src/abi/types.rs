@@ -55,6 +55,17 @@ macro_rules! codes {
 }
 
 codes! {
+    /// What keys and values of a target a drafter looks at: those of its last layer of that kind that
+    /// has keys of its own.
+    DonorKind {
+        /// Full attention.
+        FULL = 1,
+        /// Attention in a sliding window.
+        SLIDING = 2,
+    }
+}
+
+codes! {
     /// The element type of a tensor.
     DType {
         /// 32-bit float.

@@ -34,6 +34,20 @@ impl KvCache {
         }
     }
 
+    /// Keys and values of another model, `[B, heads, capacity, D]`, for layers that have none of their own
+    /// ([`crate::layers::KvSource::Shared`]): they see as much of them as `window` says; 0: all.
+    pub fn lent(keys: Tensor, values: Tensor, window: i32) -> Self {
+        Self {
+            buffers: Some((keys, values)),
+            window,
+        }
+    }
+
+    /// Its keys and values, `[B, heads, capacity, D]`, once there are any.
+    pub fn buffers(&self) -> Option<(&Tensor, &Tensor)> {
+        self.buffers.as_ref().map(|(keys, values)| (keys, values))
+    }
+
     /// Attention of a pass's queries over what is cached and the pass's own keys, which go into
     /// the cache: `q`, `k`, `v` as projected, as far as there are any, to `[B, T, heads * D]`.
     pub(super) fn attend(
@@ -71,9 +85,9 @@ impl KvCache {
             rope_base,
             rope_freqs,
             rope_scale,
-            positions: step.offsets().into(),
+            positions: step.positions().into(),
             offsets: step.offsets().into(),
-            window: config.window,
+            window: self.window,
             scale: config.scale,
         });
         let out = out.into_iter().map(|raw| Tensor::own("attend", raw));

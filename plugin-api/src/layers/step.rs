@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 /// padding on the right, which later passes overwrite.
 pub struct Step {
     offsets: Vec<i32>,
+    positions: Vec<i32>,
     lens: Vec<i32>,
     width: i32,
     speculative: bool,
@@ -25,10 +26,23 @@ impl Step {
         }
         Ok(Self {
             offsets: offsets.to_vec(),
+            positions: offsets.to_vec(),
             lens: lens.to_vec(),
             width,
             speculative,
         })
+    }
+
+    /// With other positions for the rotation than the offsets.
+    pub fn with_positions(mut self, positions: Vec<i32>) -> Self {
+        debug_assert_eq!(positions.len(), self.offsets.len());
+        self.positions = positions;
+        self
+    }
+
+    /// By what position each row's first column is rotated.
+    pub fn positions(&self) -> &[i32] {
+        &self.positions
     }
 
     /// Number of rows.

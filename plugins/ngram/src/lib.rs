@@ -40,6 +40,7 @@ impl Drafter for Ngram {
             name: "ngram".into(),
             weight_bytes: 0,
             taps: Vec::new(),
+            donors: Vec::new(),
             default_depth: 4,
             max_depth: 32,
         }

@@ -47,6 +47,7 @@ impl Drafter for QwenMtp {
             name: "qwen_mtp".into(),
             weight_bytes: self.checkpoint.bytes(self.settings.prefix()),
             taps: vec![self.settings.tap],
+            donors: Vec::new(),
             default_depth: self.settings.depth,
             max_depth: 16,
         }

@@ -69,6 +69,11 @@ impl Drafter for Hostile {
                 "deep-tap" => vec![plugin_api::Tap::layer(9999)],
                 _ => Vec::new(),
             },
+            donors: match self.behave.as_str() {
+                "many-donors" => vec![plugin_api::DonorKind::FULL; 1000],
+                "odd-donor" => vec![plugin_api::DonorKind(77)],
+                _ => Vec::new(),
+            },
             default_depth: if claims("deep") { u32::MAX } else { 2 },
             max_depth: match self.behave.as_str() {
                 "no-depth" => 0,

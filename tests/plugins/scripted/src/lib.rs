@@ -44,6 +44,7 @@ impl Drafter for Scripted {
             name: "scripted".into(),
             weight_bytes: 0,
             taps: Vec::new(),
+            donors: Vec::new(),
             default_depth: self.depth,
             max_depth: 32,
         }

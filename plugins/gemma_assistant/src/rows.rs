@@ -1,0 +1,122 @@
+//! A group of rows. All that a row keeps is the target's hidden at its last processed token.
+
+use std::rc::Rc;
+
+use plugin_api::sampling::Sampling;
+use plugin_api::{Advance, DType, DraftRequest, DraftRows, Drafts, Error, Result, RowSpec, Tensor};
+
+use crate::model::Assistant;
+
+/// The rows of a group.
+pub struct AssistantRows {
+    model: Rc<Assistant>,
+    sampling: Vec<Sampling>,
+    /// `[B, 1, backbone]`, after the target's final norm.
+    last: Option<Tensor>,
+    has_drafted: bool,
+}
+
+impl AssistantRows {
+    pub fn new(model: Rc<Assistant>, rows: &[RowSpec]) -> Self {
+        Self {
+            model,
+            sampling: rows.iter().map(|row| row.sampling).collect(),
+            last: None,
+            has_drafted: false,
+        }
+    }
+
+    /// Takes the hidden of each row's last processed token.
+    fn follow(&mut self, advance: &Advance<'_>) -> Result<()> {
+        let lens: Vec<i32> = advance
+            .rows
+            .iter()
+            .map(|row| row.tokens.len() as i32)
+            .collect();
+        if lens.iter().all(|&len| len == 0) {
+            return Ok(());
+        }
+        let hidden = advance
+            .taps
+            .first()
+            .ok_or_else(|| Error::failed("the target's hidden did not come with the tokens"))?;
+        let ends: Vec<i32> = lens.iter().map(|len| (len - 1).max(0)).collect();
+        let mut last = hidden.columns(&ends, 1)?;
+        if let Some(before) = self.last.as_ref().filter(|_| lens.contains(&0)) {
+            // A row without news keeps its place.
+            let moved: Vec<i32> = lens.iter().map(|&len| i32::from(len > 0)).collect();
+            let moved = Tensor::from_slice(&moved, &[lens.len() as i32, 1, 1])?;
+            last = last.select(&moved.astype(DType::BOOL)?, before)?;
+        }
+        Tensor::start_all(&[&last])?;
+        self.last = Some(last);
+        Ok(())
+    }
+}
+
+impl DraftRows for AssistantRows {
+    fn prefill(&mut self, advance: &Advance<'_>) -> Result<()> {
+        self.follow(advance)
+    }
+
+    fn draft(&mut self, request: &DraftRequest<'_>) -> Result<Drafts> {
+        let mut hidden = self
+            .last
+            .clone()
+            .ok_or_else(|| Error::failed("drafting before the prompt"))?;
+        let mut keys = self.model.keys(&request.donors, !self.has_drafted)?;
+        self.has_drafted = true;
+        let processed: Vec<i32> = request.positions.iter().map(|p| *p as i32 - 1).collect();
+        let rows = request.pending.len() as i32;
+        let pending = Tensor::from_slice(request.pending, &[rows, 1])?;
+        let mut ids: Vec<Tensor> = Vec::new();
+        for k in 0..request.max_depth() {
+            let token = ids.last().unwrap_or(&pending);
+            let (out, next) = self
+                .model
+                .step(k as i32, token, &hidden, &processed, &mut keys)?;
+            let positions: Vec<u32> = request.positions.iter().map(|p| p + k).collect();
+            ids.push(self.model.draw(&out, &self.sampling, &positions)?);
+            hidden = next;
+        }
+        let ids = match ids.as_slice() {
+            [] => None,
+            ids => Some(Tensor::concat(&ids.iter().collect::<Vec<_>>(), 1)?),
+        };
+        Ok(Drafts {
+            ids,
+            lens: request.depths.to_vec(),
+        })
+    }
+
+    fn commit(&mut self, advance: &Advance<'_>) -> Result<()> {
+        self.follow(advance)
+    }
+
+    fn filter_rows(&mut self, keep: &[usize]) -> Result<()> {
+        if keep.iter().any(|&row| row >= self.sampling.len()) {
+            return Err(Error::failed("a row that does not exist cannot be kept"));
+        }
+        if let Some(last) = &self.last {
+            let rows: Vec<i32> = keep.iter().map(|&row| row as i32).collect();
+            let rows = Tensor::from_slice(&rows, &[rows.len() as i32])?;
+            self.last = Some(last.take(&rows, 0)?);
+        }
+        self.sampling = keep.iter().map(|&row| self.sampling[row]).collect();
+        Ok(())
+    }
+
+    fn append(&mut self, other: Self) -> Result<()> {
+        self.last = match (&self.last, &other.last) {
+            (Some(a), Some(b)) => Some(Tensor::concat(&[a, b], 0)?),
+            (None, None) => None,
+            _ => return Err(Error::failed("only prefilled rows can join prefilled rows")),
+        };
+        self.sampling.extend(other.sampling);
+        Ok(())
+    }
+
+    fn row_count(&self) -> usize {
+        self.sampling.len()
+    }
+}
