@@ -292,6 +292,25 @@ proptest! {
 }
 
 #[test]
+fn settled_weights_are_the_same_to_all_who_hold_them() {
+    let _serial = serial();
+    let large = tensor(1, &[300, 70]);
+    let (also, view) = (large.clone(), large.transpose(&[1, 0]).unwrap());
+    let narrow = tensor(2, &[33]).astype(DType::BF16).unwrap();
+    let empty = Tensor::from_slice::<f32>(&[], &[0, 4]).unwrap();
+    let all = [&large, &narrow, &empty, &view];
+    Tensor::eval_all(&all).unwrap();
+    let values = |x: &Tensor| x.to_vec::<f32>().unwrap();
+    let before = all.map(values);
+    super::settle(&all).unwrap();
+    assert_eq!(all.map(values), before);
+    assert_eq!(values(&also), before[0]);
+    // Once more: what lies in a block can be moved on.
+    super::settle(&[&also]).unwrap();
+    assert_eq!(values(&large), before[0]);
+}
+
+#[test]
 fn indices_outside_an_axis_are_forced_into_it() {
     let _serial = serial();
     let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0], &[3]).unwrap();

@@ -144,7 +144,7 @@ pub struct Attend<'a> {
 ///
 /// Unless a slot says otherwise: tensor arguments are borrowed; a returned tensor is owned by the
 /// caller, who gives it back with `drop_tensor`; null means failure, and `take_error` then tells
-/// why. Ops are lazy: a failure that depends on values shows at `eval` or `read`. Shapes and dtypes
+/// why. Ops may be lazy: a failure that depends on values shows at `eval` or `read`. Shapes and dtypes
 /// are checked at the call. Negative axes count from the end. Since 1.0.
 #[repr(C)]
 #[derive(StableAbi)]
