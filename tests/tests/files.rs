@@ -188,6 +188,51 @@ fn a_missing_or_misshapen_tensor_is_named() {
     );
 }
 
+/// What engines have different defaults for, and sizes that would make layers of nothing.
+#[test]
+fn a_gemma4_config_that_makes_no_sense_is_located() {
+    for (key, values) in [
+        (
+            "layer_types",
+            vec![Value::Null, json!([]), json!(vec!["linear"; 8])],
+        ),
+        (
+            "num_kv_shared_layers",
+            vec![Value::Null, json!(8), json!(7), json!(-1)],
+        ),
+        (
+            "hidden_size_per_layer_input",
+            vec![Value::Null, json!(-1), json!(1 << 25)],
+        ),
+        (
+            "global_head_dim",
+            vec![Value::Null, json!(0), json!(1 << 26)],
+        ),
+        ("head_dim", vec![Value::Null, json!(31)]),
+        ("num_key_value_heads", vec![Value::Null, json!(3)]),
+        ("sliding_window", vec![Value::Null, json!(0)]),
+        (
+            "rope_parameters",
+            vec![Value::Null, json!({}), json!({"full_attention": 3})],
+        ),
+        ("enable_moe_block", vec![json!(true), json!(3)]),
+        ("hidden_activation", vec![json!("silu")]),
+        ("per_layer_config", vec![json!({"3": {"head_dim": -1}})]),
+    ] {
+        for value in values {
+            let model = Copy::of("gemma4-f32");
+            model.set(CONFIG, &format!("/text_config/{key}"), value.clone());
+            let output = answer(model.path());
+            let text = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(output.status.code(), Some(2), "{key} {value}: {text}");
+            assert!(
+                text.lines().count() <= 3 && text.contains(model.arg()),
+                "{text}"
+            );
+        }
+    }
+}
+
 #[test]
 fn a_config_that_makes_no_sense_is_located() {
     assert_cases(
@@ -199,7 +244,7 @@ fn a_config_that_makes_no_sense_is_located() {
             (|m| m.write(CONFIG, "{}"), &["model_type"]),
             (
                 |m| m.set(CONFIG, "/model_type", json!("gpt9")),
-                &["\"gpt9\"", "supported: llama"],
+                &["\"gpt9\"", "supported: gemma4, llama"],
             ),
             (|m| m.set(CONFIG, "/model_type", json!(7)), &["model_type"]),
         ],
