@@ -95,6 +95,28 @@ impl Checkpoint {
         names.into_iter().map(String::from).collect()
     }
 
+    /// Refuses a checkpoint that lacks tensors, naming the first of them. For [`crate::Drafter::load`]:
+    /// before anything is read.
+    pub fn require_tensors(&self, names: impl IntoIterator<Item = String>) -> Result<()> {
+        let present = self.names();
+        let missing: Vec<String> = names
+            .into_iter()
+            .filter(|name| present.binary_search(name).is_err())
+            .collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let path = self.path();
+        let shown = missing[..missing.len().min(3)].join(", ");
+        let more = match missing.len().saturating_sub(3) {
+            0 => String::new(),
+            n => format!(" and {n} more"),
+        };
+        Err(Error::invalid(format!(
+            "{path}: missing tensors: {shown}{more}"
+        )))
+    }
+
     /// One tensor.
     ///
     /// # Errors

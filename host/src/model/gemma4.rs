@@ -2,7 +2,7 @@
 //! are values too (31B). The mixture of experts (26B-A4B) is refused.
 
 use plugin_api::layers::{GemmaConfig, GemmaKind, GemmaLayer, Linear, RmsNorm, gemma_attention};
-use plugin_api::{Config, DonorFacts, DonorKind, Result, Tensor, Weights};
+use plugin_api::{Config, DonorFacts, Result, Tensor, Weights};
 
 use super::decoder::{Decoder, Extras, Layer, Sizes};
 use super::layout::Layout;
@@ -11,14 +11,6 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
     let text = config.section("text_config")?;
     let text = text.as_ref().unwrap_or(config);
     let layout = Layout::find(w);
-    for (key, only) in [("hidden_activation", "gelu_pytorch_tanh")] {
-        if let Some(act) = text.opt_str(key)?.filter(|act| *act != only) {
-            return Err(text.error(key, format!("is {act}; supported: {only}")));
-        }
-    }
-    if text.opt_bool("enable_moe_block")?.unwrap_or(false) {
-        return Err(text.error("enable_moe_block", "is true, which is not supported"));
-    }
     if text.opt_str("use_bidirectional_attention")? == Some("all") {
         return Err(text.error(
             "use_bidirectional_attention",
@@ -110,14 +102,11 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
 /// The last layer of each kind that has keys of its own.
 fn donors(text: &Config, kinds: &[GemmaKind]) -> Result<Vec<(usize, DonorFacts)>> {
     let mut donors = Vec::new();
-    for (kind, donor) in [
-        (GemmaKind::Full, DonorKind::FULL),
-        (GemmaKind::Sliding, DonorKind::SLIDING),
-    ] {
+    for kind in [GemmaKind::Full, GemmaKind::Sliding] {
         if let Some(index) = kinds.iter().rposition(|&other| other == kind) {
             let attention = gemma_attention(text, index, kind, false)?;
             let facts = DonorFacts {
-                kind: donor,
+                kind: kind.donor(),
                 kv_heads: attention.kv_heads as u32,
                 head_dim: attention.head_dim as u32,
                 window: attention.window as u32,

@@ -1,5 +1,6 @@
 //! What a Gemma 4 text config says of its layers; targets and drafters have the same keys.
 
+use crate::abi::DonorKind;
 use crate::config::Config;
 use crate::error::Result;
 use crate::layers::{AttentionConfig, KvSource, Rope};
@@ -14,8 +15,29 @@ pub enum GemmaKind {
 }
 
 impl GemmaKind {
+    /// The keys that layers of this kind lend, or look at.
+    pub fn donor(self) -> DonorKind {
+        match self {
+            Self::Full => DonorKind::FULL,
+            Self::Sliding => DonorKind::SLIDING,
+        }
+    }
+
     /// What every layer attends to, as `layer_types` of a text config lists it.
+    ///
+    /// # Errors
+    /// That is missing, or the layers are of a sort that these are not: another activation, experts.
     pub fn of_layers(text: &Config) -> Result<Vec<GemmaKind>> {
+        let only = "gelu_pytorch_tanh";
+        if let Some(act) = text
+            .opt_str("hidden_activation")?
+            .filter(|act| *act != only)
+        {
+            return Err(text.error("hidden_activation", format!("is {act}; supported: {only}")));
+        }
+        if text.opt_bool("enable_moe_block")?.unwrap_or(false) {
+            return Err(text.error("enable_moe_block", "is true, which is not supported"));
+        }
         let count = text.size("num_hidden_layers")? as usize;
         let kinds = text.get("layer_types").and_then(|value| {
             let items = value.as_array()?;

@@ -11,8 +11,9 @@ mod settings;
 
 use std::rc::Rc;
 
+use plugin_api::layers::GemmaKind;
 use plugin_api::{
-    Checkpoint, DonorKind, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Tap, Target,
+    Checkpoint, DonorFacts, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Tap, Target,
     TargetFacts, export_plugin,
 };
 
@@ -63,12 +64,13 @@ impl Drafter for GemmaAssistant {
             target.hidden_size,
         )?;
         target.require(path, "vocabulary size", settings.vocab, target.vocab_size)?;
-        for (_, attention) in &settings.layers {
-            let (kind, what) = match attention.window {
-                0 => (DonorKind::FULL, "full"),
-                _ => (DonorKind::SLIDING, "sliding"),
+        for (kind, attention) in &settings.layers {
+            let what = match kind {
+                GemmaKind::Full => "full",
+                GemmaKind::Sliding => "sliding",
             };
-            let Some(donor) = target.donors.iter().find(|donor| donor.kind == kind) else {
+            let same_kind = |donor: &&DonorFacts| donor.kind == kind.donor();
+            let Some(donor) = target.donors.iter().find(same_kind) else {
                 continue; // The host refuses it, with the reason.
             };
             let same = |name: &str, own: i32, theirs: u32| {
@@ -81,7 +83,7 @@ impl Drafter for GemmaAssistant {
             };
             same("head size", attention.head_dim, donor.head_dim)?;
             same("key heads", attention.kv_heads, donor.kv_heads)?;
-            if kind == DonorKind::SLIDING {
+            if *kind == GemmaKind::Sliding {
                 target.require(path, "sliding window", settings.window, donor.window as i32)?;
             }
         }

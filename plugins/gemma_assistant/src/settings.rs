@@ -1,7 +1,7 @@
 //! What the checkpoint's config and the user's options say.
 
 use plugin_api::layers::{AttentionConfig, GemmaKind, gemma_attention};
-use plugin_api::{Checkpoint, DonorKind, Error, Options, Result};
+use plugin_api::{Checkpoint, DonorKind, Options, Result};
 
 /// Where a draft's queries stand and how far back they see: engines differ. With `n` processed tokens and
 /// a window of `W`:
@@ -68,16 +68,6 @@ impl Settings {
         let Some(text) = config.section("text_config")? else {
             return Err(config.error("text_config", "is missing"));
         };
-        let only = "gelu_pytorch_tanh";
-        if let Some(act) = text
-            .opt_str("hidden_activation")?
-            .filter(|act| *act != only)
-        {
-            return Err(text.error("hidden_activation", format!("is {act}; supported: {only}")));
-        }
-        if text.opt_bool("enable_moe_block")?.unwrap_or(false) {
-            return Err(text.error("enable_moe_block", "is true, which is not supported"));
-        }
         if text
             .get("hidden_size_per_layer_input")
             .is_some_and(|n| n.as_i64() != Some(0))
@@ -140,16 +130,9 @@ impl Settings {
 
     /// The kinds of keys that its layers look at.
     pub fn donors(&self) -> Vec<DonorKind> {
-        let has = |kind| self.layers.iter().any(|(own, _)| *own == kind);
-        let kinds = [
-            (GemmaKind::Full, DonorKind::FULL),
-            (GemmaKind::Sliding, DonorKind::SLIDING),
-        ];
-        kinds
-            .into_iter()
-            .filter(|(kind, _)| has(*kind))
-            .map(|(_, donor)| donor)
-            .collect()
+        let has = |kind: &GemmaKind| self.layers.iter().any(|(own, _)| own == kind);
+        let kinds = [GemmaKind::Full, GemmaKind::Sliding].into_iter();
+        kinds.filter(has).map(GemmaKind::donor).collect()
     }
 
     /// Refuses a checkpoint that lacks tensors, naming them.
@@ -185,19 +168,6 @@ impl Settings {
         for layer in 0..self.layers.len() {
             needed.extend(LAYER.map(|leaf| format!("model.layers.{layer}.{leaf}")));
         }
-        let names = checkpoint.names();
-        needed.retain(|name| names.binary_search(name).is_err());
-        if needed.is_empty() {
-            return Ok(());
-        }
-        let path = checkpoint.path();
-        let shown = needed[..needed.len().min(3)].join(", ");
-        let more = match needed.len().saturating_sub(3) {
-            0 => String::new(),
-            n => format!(" and {n} more"),
-        };
-        Err(Error::invalid(format!(
-            "{path}: missing tensors: {shown}{more}"
-        )))
+        checkpoint.require_tensors(needed)
     }
 }

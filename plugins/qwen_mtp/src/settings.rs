@@ -1,7 +1,7 @@
 //! What the checkpoint's config and the user's options say.
 
 use plugin_api::layers::{AttentionConfig, KvSource, Rope};
-use plugin_api::{Checkpoint, Config, Error, Options, Result, Tap};
+use plugin_api::{Checkpoint, Config, Options, Result, Tap};
 
 /// What happens to the cached rows of drafted tokens that were accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,24 +139,8 @@ impl Settings {
             "layers.0.mlp.up_proj.weight",
             "layers.0.mlp.down_proj.weight",
         ];
-        let names = checkpoint.names();
-        let missing: Vec<String> = NEEDED
-            .iter()
-            .map(|leaf| format!("{}{leaf}", self.prefix()))
-            .filter(|name| names.binary_search(name).is_err())
-            .collect();
-        if missing.is_empty() {
-            return Ok(());
-        }
-        let path = checkpoint.path();
-        let shown = missing[..missing.len().min(3)].join(", ");
-        let more = match missing.len().saturating_sub(3) {
-            0 => String::new(),
-            n => format!(" and {n} more"),
-        };
-        Err(Error::invalid(format!(
-            "{path}: missing tensors: {shown}{more}"
-        )))
+        let prefix = self.prefix();
+        checkpoint.require_tensors(NEEDED.map(|leaf| format!("{prefix}{leaf}")))
     }
 }
 
