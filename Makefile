@@ -12,7 +12,7 @@ ARGS   ?=
 # Reaches the recipe through the environment, so that quotes in it do no harm.
 export PROMPT
 
-PLUGINS := gemma_assistant ngram qwen_mtp
+PLUGINS := deepspec dflash gemma_assistant ngram qwen_mtp
 PLUGIN_PACKAGES := $(PLUGINS:%=-p %)
 ifeq ($(shell uname -s),Darwin)
 SO := dylib

@@ -1,5 +1,6 @@
 //! Reading a checkpoint through the host: config and mapped tensors.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::rc::Rc;
 
@@ -54,10 +55,14 @@ impl Checkpoint {
     /// Its config.json.
     pub fn config(&self) -> Result<Config> {
         let text = api().checkpoint_config()(self.raw);
-        let origin = if Path::new(&self.path).is_dir() {
-            format!("{}/config.json", self.path)
-        } else {
-            self.path.clone()
+        let path = Path::new(&self.path);
+        // DSpark snapshots have another one.
+        let file = ["config.json", "dspark.json"]
+            .into_iter()
+            .find(|file| path.join(file).exists());
+        let origin = match file {
+            Some(file) => format!("{}/{file}", self.path),
+            None => self.path.clone(),
         };
         Config::parse(&text, origin)
     }
@@ -144,6 +149,8 @@ pub struct Weights {
     prefix: String,
     norm_offset: f32,
     dtype: Option<DType>,
+    /// By name, what stands in for the checkpoint's own tensors.
+    made: Option<Rc<BTreeMap<String, Tensor>>>,
 }
 
 impl Weights {
@@ -155,6 +162,16 @@ impl Weights {
             prefix: String::new(),
             norm_offset: 0.0,
             dtype: None,
+            made: None,
+        }
+    }
+
+    /// A checkpoint in a layout of its own, as layers expect it: these tensors, by name, and no others.
+    pub fn translated(checkpoint: Rc<Checkpoint>, tensors: BTreeMap<String, Tensor>) -> Self {
+        Self {
+            names: Rc::new(tensors.keys().cloned().collect()),
+            made: Some(Rc::new(tensors)),
+            ..Self::new(checkpoint)
         }
     }
 
@@ -218,7 +235,14 @@ impl Weights {
 
     /// A tensor of any shape.
     pub fn tensor(&self, leaf: &str) -> Result<Tensor> {
-        let tensor = self.checkpoint.tensor(&self.name(leaf))?;
+        let name = self.name(leaf);
+        let tensor = match &self.made {
+            None => self.checkpoint.tensor(&name)?,
+            Some(made) => made
+                .get(&name)
+                .cloned()
+                .ok_or_else(|| self.error(leaf, "is missing"))?,
+        };
         match self.dtype {
             Some(dtype) if tensor.dtype().is_float() => tensor.astype(dtype),
             _ => Ok(tensor),

@@ -129,6 +129,45 @@ impl Config {
         }
     }
 
+    /// Refuses keys that are not among these: one of a newer format may change what is computed.
+    pub fn only(&self, what: &str, known: &[&str]) -> Result<()> {
+        let keys = self.value.as_object().into_iter().flatten();
+        let mut unknown =
+            keys.filter(|(key, value)| !known.contains(&key.as_str()) && !value.is_null());
+        match unknown.next() {
+            Some((key, _)) => {
+                let key = key.chars().take(60).collect::<String>();
+                let problem = format!("is no key of `{what}` that this build knows");
+                Err(self.error(key.escape_default().to_string().as_str(), problem))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// What `layer_types` says of each of the `num_hidden_layers`, by name; may be absent.
+    pub fn layer_types<T: Copy>(&self, names: &[(&str, T)]) -> Result<Option<Vec<T>>> {
+        let count = self.size("num_hidden_layers")?;
+        let Some(listed) = self.get("layer_types") else {
+            return Ok(None);
+        };
+        let kind = |item: &Value| {
+            let name = item.as_str()?;
+            let (_, kind) = names.iter().find(|(known, _)| *known == name)?;
+            Some(*kind)
+        };
+        let items = listed.as_array();
+        match items.and_then(|items| items.iter().map(kind).collect::<Option<Vec<_>>>()) {
+            Some(kinds) if kinds.len() == count as usize => Ok(Some(kinds)),
+            _ => {
+                let names: Vec<_> = names.iter().map(|(name, _)| *name).collect();
+                let names = names.join(" or ");
+                let expected =
+                    format!("must list {count} times {names}, as num_hidden_layers says");
+                Err(self.error("layer_types", expected))
+            }
+        }
+    }
+
     /// A list of integers that fit `i32`; may be absent.
     pub fn opt_ints(&self, key: &str) -> Result<Option<Vec<i32>>> {
         let Some(value) = self.get(key) else {

@@ -7,6 +7,7 @@
 //! * To write a drafter without tensors, implement [`DraftSource`] and wrap it in [`SourceRows`];
 //!   with tensors, implement [`DraftRows`]. Either way implement [`Drafter`] and call
 //!   [`export_plugin!`].
+//! * [`block`] makes a [`DraftRows`] of a drafter that drafts several tokens in one pass.
 //! * [`layers`] has what models are made of; [`sampling`] the sampler that the target uses.
 //! * [`abi`] is the boundary itself, for hosts and for the curious.
 //!
@@ -18,6 +19,7 @@
 pub use abi_stable;
 
 pub mod abi;
+pub mod block;
 mod checkpoint;
 mod config;
 mod drafter;
@@ -25,6 +27,7 @@ mod error;
 #[doc(hidden)]
 pub mod export;
 pub mod guard;
+mod head;
 mod host;
 pub mod layers;
 mod options;
@@ -40,6 +43,7 @@ pub use drafter::{
     SourceRows,
 };
 pub use error::{Error, Result};
+pub use head::{DraftVocabulary, TargetHead};
 pub use host::{install, log, memory_used};
 pub use options::Options;
 pub use target::{HeadSubset, Target, TargetFacts};

@@ -94,14 +94,26 @@ impl Target {
         Self(raw)
     }
 
-    /// Input embeddings: `[..]` i32 to `[.., hidden]`.
+    /// Input embeddings as the target's first layer gets them: `[..]` i32 to `[.., hidden]`.
     ///
     /// # Errors
     /// `UNSUPPORTED` when the target does not lend its embedding.
     pub fn embed(&self, ids: &Tensor) -> Result<Tensor> {
+        self.embedded(ids, false)
+    }
+
+    /// Rows of the embedding as they are stored, without the factor that Gemma has.
+    ///
+    /// # Errors
+    /// As [`Target::embed`].
+    pub fn embed_bare(&self, ids: &Tensor) -> Result<Tensor> {
+        self.embedded(ids, true)
+    }
+
+    fn embedded(&self, ids: &Tensor, bare: bool) -> Result<Tensor> {
         let slot = self.0.table.embed().into_option();
         let slot = slot.ok_or_else(|| lacks("its embedding"))?;
-        Tensor::own("embed", slot(self.0.this, ids.raw()))
+        Tensor::own("embed", slot(self.0.this, ids.raw(), bare))
     }
 
     /// Head logits of hiddens after the final norm: `[.., hidden]` to `[.., vocabulary]` (or the
@@ -110,10 +122,22 @@ impl Target {
     /// # Errors
     /// `UNSUPPORTED` when the target does not lend its head.
     pub fn logits(&self, hidden: &Tensor, subset: Option<HeadSubset>) -> Result<Tensor> {
+        self.headed(hidden, subset, false)
+    }
+
+    /// As [`Target::logits`], without the softcap that Gemma has.
+    ///
+    /// # Errors
+    /// As [`Target::logits`].
+    pub fn logits_bare(&self, hidden: &Tensor, subset: Option<HeadSubset>) -> Result<Tensor> {
+        self.headed(hidden, subset, true)
+    }
+
+    fn headed(&self, hidden: &Tensor, subset: Option<HeadSubset>, bare: bool) -> Result<Tensor> {
         let slot = self.0.table.logits().into_option();
         let slot = slot.ok_or_else(|| lacks("its head"))?;
         let subset = subset.map_or(0, |s| s.0);
-        Tensor::own("logits", slot(self.0.this, hidden.raw(), subset))
+        Tensor::own("logits", slot(self.0.this, hidden.raw(), subset, bare))
     }
 
     /// Restricts the head to strictly ascending ids.

@@ -388,6 +388,11 @@ impl Tensor {
         self.unary(UnaryOp::SILU)
     }
 
+    /// `cap * tanh(self / cap)`
+    pub fn softcap(&self, cap: f32) -> Result<Self> {
+        self.scale(1.0 / cap)?.unary(UnaryOp::TANH)?.scale(cap)
+    }
+
     // ---- along an axis
 
     /// Reduces along an axis.

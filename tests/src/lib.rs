@@ -65,6 +65,8 @@ fn build() {
         }
         let packages = [
             "mlxhost",
+            "deepspec",
+            "dflash",
             "gemma_assistant",
             "ngram",
             "qwen_mtp",

@@ -9,11 +9,11 @@ use plugin_api::abi::{self, RawTensor};
 use super::handle::{Explain, Lent, OpResult, lent, lent_opt, ops};
 use super::native;
 use super::ops::{slice_array, slice_update_array};
-use crate::kernels::attend::fits;
+use crate::kernels::attend::{fits, fits_ends};
 
 /// The arguments of a call, as arrays.
 pub(super) struct SelfAttention {
-    pub q: Lent,
+    pub q: Option<Lent>,
     pub k: Option<Lent>,
     pub v: Option<Lent>,
     pub keys: Lent,
@@ -30,6 +30,8 @@ pub(super) struct SelfAttention {
     pub rope_scale: f32,
     pub positions: Vec<i32>,
     pub offsets: Vec<i32>,
+    /// None: each column sees itself and what lies before it.
+    pub ends: Option<Vec<i32>>,
     pub window: i32,
     pub scale: f32,
 }
@@ -37,7 +39,7 @@ pub(super) struct SelfAttention {
 impl SelfAttention {
     fn new(raw: &abi::Attend<'_>) -> OpResult<Self> {
         let args = Self {
-            q: lent(raw.q)?,
+            q: lent_opt(raw.q)?,
             k: lent_opt(raw.k)?,
             v: lent_opt(raw.v)?,
             keys: lent(raw.keys)?,
@@ -54,6 +56,7 @@ impl SelfAttention {
             rope_scale: raw.rope_scale,
             positions: raw.positions.to_vec(),
             offsets: raw.offsets.to_vec(),
+            ends: (!raw.ends.is_empty()).then(|| raw.ends.to_vec()),
             window: raw.window,
             scale: raw.scale,
         };
@@ -64,26 +67,35 @@ impl SelfAttention {
     fn check(&self, kv_heads: i32) -> OpResult<()> {
         let shapes = || {
             format!(
-                "attend of q {:?}, k {:?}, v {:?}, cached {:?} and {:?}, offsets {:?}",
-                self.q.shape(),
+                "attend of q {:?}, k {:?}, v {:?}, cached {:?} and {:?}, offsets {:?}, ends {:?}",
+                self.q.as_deref().map(Array::shape),
                 self.k.as_deref().map(Array::shape),
                 self.v.as_deref().map(Array::shape),
                 self.keys.shape(),
                 self.values.shape(),
-                self.offsets
+                self.offsets,
+                self.ends
             )
         };
-        let (&[b, t, queries], &[_, heads, capacity, dim]) = (self.q.shape(), self.keys.shape())
+        let (Some(&[b, t, _]), &[_, heads, capacity, dim]) =
+            (self.columns().map(Array::shape), self.keys.shape())
         else {
             return Err(shapes());
         };
         let sides = if self.gated { 2 } else { 1 };
+        let queries = |q: &Array| match q.shape() {
+            &[rows, columns, queries] => {
+                let wanted = i64::from(self.heads) * i64::from(dim) * sides;
+                rows == b && columns == t && i64::from(queries) == wanted
+            }
+            _ => false,
+        };
         let alike = |x: &Array| x.shape() == [b, t, kv_heads * dim];
         let fits = heads == kv_heads
             && kv_heads > 0
             && self.heads > 0
             && self.heads % kv_heads == 0
-            && i64::from(queries) == i64::from(self.heads) * i64::from(dim) * sides
+            && self.q.as_deref().is_none_or(queries)
             && self.k.as_deref().is_none_or(alike)
             && self.v.as_deref().is_none_or(alike)
             && (self.k.is_some() || self.v.is_none())
@@ -95,6 +107,10 @@ impl SelfAttention {
             && self.rope_dims <= dim
             && self.rope_dims % 2 == 0
             && self.window >= 0
+            && self
+                .ends
+                .as_deref()
+                .is_none_or(|ends| fits_ends(ends, &self.offsets, t as usize))
             && fits(
                 &self.offsets,
                 t as usize,
@@ -104,12 +120,73 @@ impl SelfAttention {
         if fits { Ok(()) } else { Err(shapes()) }
     }
 
+    /// One of the projections, which tells rows and columns.
+    pub fn columns(&self) -> Option<&Array> {
+        self.q.as_deref().or(self.k.as_deref())
+    }
+
     /// Step by step.
     fn by_mlx(&self) -> OpResult<Vec<Array>> {
-        let (b, t) = (self.q.shape()[0], self.q.shape()[1]);
+        let caches = self.updated()?;
+        let mut all = Vec::with_capacity(3);
+        if let Some(q) = &self.q {
+            all.push(self.mixed(q, &caches)?);
+        }
+        if self.k.is_some() {
+            all.extend(caches);
+        }
+        Ok(all)
+    }
+
+    /// `[B, T, heads * D]` as `[B, T, heads, D]`.
+    fn by_head(&self, x: &Array, heads: i32) -> OpResult<Array> {
+        let shape = x.shape();
+        x.reshape(&[shape[0], shape[1], heads, -1]).explain()
+    }
+
+    fn normed(&self, x: Array, weight: Option<&Lent>) -> OpResult<Array> {
+        match weight {
+            Some(weight) => fast::rms_norm(&x, Some(&**weight), self.eps).explain(),
+            None => Ok(x),
+        }
+    }
+
+    /// `[B, T, heads, D]` rotated, as `[B, heads, T, D]`.
+    fn turned(&self, x: &Array) -> OpResult<Array> {
+        let x = x.transpose_axes(&[0, 2, 1, 3]).explain()?;
+        if self.rope_dims == 0 {
+            return Ok(x);
+        }
+        let positions = Array::from_slice(&self.positions, &[self.positions.len() as i32]);
+        let base = self.rope_freqs.is_none().then_some(self.rope_base);
+        let freqs = self.rope_freqs.as_deref();
+        let (dims, scale) = (self.rope_dims, self.rope_scale);
+        fast::rope_dynamic(&x, dims, false, base, scale, &positions, freqs).explain()
+    }
+
+    /// The caches with what is new.
+    fn updated(&self) -> OpResult<[Array; 2]> {
+        let Some(k) = &self.k else {
+            return Ok([Array::clone(&self.keys), Array::clone(&self.values)]);
+        };
+        let kv_heads = self.keys.shape()[1];
+        let mut v = self.by_head(self.v.as_ref().unwrap_or(k), kv_heads)?;
+        if self.v_norm {
+            v = fast::rms_norm(&v, None::<&Array>, self.eps).explain()?;
+        }
+        let v = v.transpose_axes(&[0, 2, 1, 3]).explain()?;
+        let k = self.normed(self.by_head(k, kv_heads)?, self.k_norm.as_ref())?;
+        Ok([
+            self.written(&self.keys, &self.turned(&k)?)?,
+            self.written(&self.values, &v)?,
+        ])
+    }
+
+    /// What queries find in the caches, `[B, T, heads * D]`.
+    fn mixed(&self, q: &Array, caches: &[Array; 2]) -> OpResult<Array> {
+        let (b, t) = (q.shape()[0], q.shape()[1]);
         let (kv_heads, dim) = (self.keys.shape()[1], self.keys.shape()[3]);
-        let by_head = |x: &Array, heads: i32| x.reshape(&[b, t, heads, -1]).explain();
-        let mut q = by_head(&self.q, self.heads)?;
+        let mut q = self.by_head(q, self.heads)?;
         let mut gate = None;
         if self.gated {
             let [from, to] = [[0, 0, 0, dim], [b, t, self.heads, 2 * dim]];
@@ -117,36 +194,7 @@ impl SelfAttention {
             gate = Some(slice_array(&q, &from, &to)?.reshape(&flat).explain()?);
             q = slice_array(&q, &[0; 4], &[b, t, self.heads, dim])?;
         }
-        let normed = |x: Array, weight: &Option<Lent>| match weight {
-            Some(weight) => fast::rms_norm(&x, Some(&**weight), self.eps).explain(),
-            None => Ok(x),
-        };
-        q = normed(q, &self.q_norm)?;
-        let positions = Array::from_slice(&self.positions, &[b]);
-        let turned = |x: &Array| -> OpResult<Array> {
-            let x = x.transpose_axes(&[0, 2, 1, 3]).explain()?;
-            if self.rope_dims == 0 {
-                return Ok(x);
-            }
-            let base = self.rope_freqs.is_none().then_some(self.rope_base);
-            let freqs = self.rope_freqs.as_deref();
-            let (dims, scale) = (self.rope_dims, self.rope_scale);
-            fast::rope_dynamic(&x, dims, false, base, scale, &positions, freqs).explain()
-        };
-        let q = turned(&q)?;
-        let mut caches = vec![Array::clone(&self.keys), Array::clone(&self.values)];
-        if let Some(k) = &self.k {
-            let mut v = by_head(self.v.as_ref().unwrap_or(k), kv_heads)?;
-            if self.v_norm {
-                v = fast::rms_norm(&v, None::<&Array>, self.eps).explain()?;
-            }
-            let v = v.transpose_axes(&[0, 2, 1, 3]).explain()?;
-            let k = turned(&normed(by_head(k, kv_heads)?, &self.k_norm)?)?;
-            caches = vec![
-                self.written(&self.keys, &k)?,
-                self.written(&self.values, &v)?,
-            ];
-        }
+        let q = self.turned(&self.normed(q, self.q_norm.as_ref())?)?;
         let (span, mask) = self.mask(t)?;
         let seen = [b, kv_heads, span, dim];
         let mixed = fast::scaled_dot_product_attention(
@@ -164,11 +212,7 @@ impl SelfAttention {
             let open = mlx::sigmoid(&gate).explain()?;
             mixed = mixed.multiply(&open).explain()?;
         }
-        let mut all = vec![mixed];
-        if self.k.is_some() {
-            all.append(&mut caches);
-        }
-        Ok(all)
+        Ok(mixed)
     }
 
     /// The cache with a pass's columns at each row's offset.
@@ -208,13 +252,16 @@ impl SelfAttention {
             self.window
         };
         let mut mask = Vec::with_capacity(self.offsets.len() * (t * span) as usize);
-        for &offset in &self.offsets {
+        for (row, &offset) in self.offsets.iter().enumerate() {
             let last = offset + t - 1;
+            let end = self.ends.as_ref().map(|ends| ends[row]);
             for own in offset..=last {
+                let own = end.map_or(own, |end| own.min(end - 1));
                 mask.extend((0..span).map(|column| {
                     // The last position that was put there.
                     let position = last - (last - column).rem_euclid(capacity);
-                    position >= 0 && position <= own && own - position < window
+                    let before = end.unwrap_or(own + 1);
+                    position >= 0 && position < before && own - position < window
                 }));
             }
         }

@@ -233,6 +233,7 @@ proptest! {
         offsets in prop::collection::vec(0..40i32, 1..4),
         window in prop::sample::select(vec![0, 1, 7]),
         (normed, gated, freqs) in any::<(bool, bool, bool)>(),
+        block in prop::option::of(1..20i32),
         seed in 0..1000u64,
     ) {
         let _serial = serial();
@@ -245,6 +246,10 @@ proptest! {
         let capacity = if window == 0 { 64 } else { window + t + 2 };
         let cache = |seed| tensor(seed, &[b, kv_heads, capacity, d]);
         let positions: Vec<i32> = offsets.iter().map(|offset| offset + 1).collect();
+        let ends: Vec<i32> = match block {
+            Some(filled) => offsets.iter().map(|offset| offset + filled.min(t)).collect(),
+            None => Vec::new(),
+        };
         let (keys, values) = (cache(seed + 3), cache(seed + 4));
         let norm = tensor(seed + 5, &[d]);
         let rope_dims = (half / 2 + 1) * 2;
@@ -253,10 +258,11 @@ proptest! {
         let optional = |given: bool, x: &Tensor| if given { x.raw() } else { RawTensor::NULL };
         // Handles of their own, without which they would be written in place.
         let (held, also) = (keys.clone(), values.clone());
-        for index in 0..3 {
+        // With queries the mix comes first; without them there is none.
+        for (q, index) in [(Some(&q), 0), (Some(&q), 1), (Some(&q), 2), (None, 0), (None, 1)] {
             let run = || {
                 let out = (super::api().attend())(&Attend {
-                    q: q.raw(),
+                    q: q.map_or(RawTensor::NULL, Tensor::raw),
                     k: k.raw(),
                     v: optional(!gated, &v),
                     keys: keys.raw(),
@@ -274,10 +280,12 @@ proptest! {
                     rope_scale: 0.5,
                     positions: positions.as_slice().into(),
                     offsets: offsets.as_slice().into(),
+                    ends: if q.is_some() { ends.as_slice().into() } else { [].as_slice().into() },
                     window,
                     scale: 0.3,
                 });
-                assert_eq!(out.len(), 3, "{}", (super::api().take_error())());
+                let wanted = if q.is_some() { 3 } else { 2 };
+                assert_eq!(out.len(), wanted, "{}", (super::api().take_error())());
                 // SAFETY: new tensors, handed over.
                 let mut out = out.into_iter().map(|raw| unsafe { Tensor::from_raw(raw) }.unwrap());
                 Ok(out.nth(index).unwrap())

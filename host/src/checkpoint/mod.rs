@@ -27,6 +27,10 @@ pub use tensor::{Bytes, DType, TensorData};
 
 /// `config.json` is a few kilobytes; more than this is not one.
 const MAX_CONFIG: u64 = 16 << 20;
+/// What a config may be called, by preference.
+const CONFIGS: [&str; 2] = ["config.json", "dspark.json"];
+/// There is one, mostly.
+const MAX_ARCHITECTURES: usize = 8;
 /// Characters of a name that a message shows.
 const MAX_QUOTED: usize = 120;
 
@@ -111,6 +115,26 @@ impl Checkpoint {
         &self.config
     }
 
+    /// What the config says this is, the most telling first: the projector of a repackaged drafter, what
+    /// speculators call themselves, architectures, `model_type`, and the `kind` of a DSpark snapshot.
+    pub fn families(&self) -> Vec<&str> {
+        let text = |key: &str| self.config.get(key).and_then(Value::as_str);
+        let architectures = self.config.get("architectures").and_then(Value::as_array);
+        let architectures = architectures.into_iter().flatten();
+        let projector = self.config.pointer("/dflash_config/projector_type");
+        let projector = projector.and_then(Value::as_str);
+        let named = architectures.filter_map(Value::as_str);
+        let speculator = text("speculators_model_type");
+        (projector.into_iter())
+            .chain(speculator)
+            .chain(named)
+            .take(MAX_ARCHITECTURES)
+            .chain(text("model_type"))
+            .chain(text("kind"))
+            .filter(|family| !family.is_empty())
+            .collect()
+    }
+
     /// The names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
@@ -188,13 +212,14 @@ fn has_extension(path: &Path, extension: &str) -> bool {
         .is_some_and(|e| e.eq_ignore_ascii_case(extension))
 }
 
-/// Reads `config.json` of `dir`.
+/// Reads `config.json` of `dir`, or the file that DSpark snapshots have instead.
 fn read_config(dir: &Path) -> Result<Value, LoadError> {
-    let path = dir.join("config.json");
-    match read_json_object(&path, MAX_CONFIG)? {
-        Some(config) => Ok(config),
-        None => Err(no_config(dir)),
+    for file in CONFIGS {
+        if let Some(config) = read_json_object(&dir.join(file), MAX_CONFIG)? {
+            return Ok(config);
+        }
     }
+    Err(no_config(dir))
 }
 
 /// A directory without config.json: say what would have been right, most of all when it is near at hand.

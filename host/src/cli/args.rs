@@ -56,6 +56,10 @@ pub struct GenerateArgs {
     /// Draft this many tokens per round [default: chosen round by round, by what pays].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=256), help_heading = "Models")]
     pub depth: Option<u32>,
+    /// End a draft before the first token that the drafter is less sure of than this, 0 to 1; for
+    /// drafters with a confidence head [default: as the drafter says].
+    #[arg(long, value_name = "P", value_parser = probability, help_heading = "Models")]
+    pub min_confidence: Option<f32>,
     /// Decode without drafts.
     #[arg(long, help_heading = "Models")]
     pub no_draft: bool,
@@ -225,6 +229,13 @@ pub struct PluginPaths {
     /// A directory of plugins. Repeatable. MLXHOST_PLUGIN_PATH holds more, separated by colons.
     #[arg(long, value_name = "DIR", help_heading = "Plugins")]
     pub plugin_dir: Vec<PathBuf>,
+}
+
+fn probability(text: &str) -> Result<f32, String> {
+    match text.parse() {
+        Ok(p) if (0.0..=1.0).contains(&p) => Ok(p),
+        _ => Err("expected a number from 0 to 1".to_owned()),
+    }
 }
 
 fn key_value(text: &str) -> Result<(String, String), String> {

@@ -17,9 +17,9 @@ use sha2::{Digest, Sha256};
 use super::args::{GenerateArgs, PluginPaths};
 use super::error::CliError;
 
-/// The bundled target and its drafter, below a `models` directory.
+/// The bundled target and its drafters, below a `models` directory.
 const BUNDLED_MODEL: &str = "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf";
-const BUNDLED_DRAFTER: &str = "smollm2-mtp/4bit";
+const BUNDLED_DRAFTERS: [&str; 1] = ["smollm2-mtp/4bit"];
 
 /// Shorter loads need no progress bar.
 const PATIENCE: Duration = Duration::from_millis(500);
@@ -149,32 +149,29 @@ fn drafter(
             "{given} was given, but no plugin\n  name one with --plugin PATH"
         )));
     }
-    let mut path = args.drafter.clone();
-    if path.is_none() && bundled_model {
+    let named = match &args.drafter {
+        Some(path) => Some(open_drafter(path)?),
         // The bundled head goes with the bundled model, if a plugin for it is there.
-        let head = bundled(BUNDLED_DRAFTER)?;
-        let family = family(&head)?;
-        let serves = registry
-            .found()
-            .iter()
-            .any(|f| f.manifest().families.contains(&family));
-        path = serves.then_some(head);
-    }
-    let drafter = match &path {
-        Some(path) => Some((path.as_path(), family(path)?)),
+        None if bundled_model => bundled_drafter(registry)?,
         None => None,
     };
+    let families = named.as_ref().map(Checkpoint::families);
     let target_type = model_type(target);
     let choice = registry.choose(
-        drafter
+        named
             .as_ref()
-            .map(|(path, family)| (*path, family.as_str())),
+            .map(Checkpoint::path)
+            .zip(families.as_deref()),
         (target.path(), &target_type),
     )?;
+    let mut options = args.drafter_option.clone();
+    if let Some(threshold) = args.min_confidence {
+        options.push(("min_confidence".to_owned(), threshold.to_string()));
+    }
     Ok(Some(DrafterSource {
         library: choice.library,
         checkpoint: choice.checkpoint,
-        options: args.drafter_option.clone(),
+        options,
     }))
 }
 
@@ -187,14 +184,24 @@ fn model_type(checkpoint: &Checkpoint) -> String {
         .to_owned()
 }
 
-fn family(drafter: &Path) -> Result<String, CliError> {
-    let checkpoint = Checkpoint::open(drafter)?;
-    match model_type(&checkpoint) {
-        family if family.is_empty() => {
-            Err(LoadError::malformed(drafter, "config.json names no model_type").into())
-        }
-        family => Ok(family),
+/// A drafter's checkpoint, which has to say what it is.
+fn open_drafter(path: &Path) -> Result<Checkpoint, CliError> {
+    let checkpoint = Checkpoint::open(path)?;
+    if checkpoint.families().is_empty() {
+        return Err(LoadError::malformed(path, "its config names no model_type").into());
     }
+    Ok(checkpoint)
+}
+
+/// The first of the bundled drafters that a plugin at hand serves.
+fn bundled_drafter(registry: &Registry) -> Result<Option<Checkpoint>, CliError> {
+    for place in BUNDLED_DRAFTERS {
+        let checkpoint = open_drafter(&bundled(place)?)?;
+        if registry.serves(&checkpoint.families()) {
+            return Ok(Some(checkpoint));
+        }
+    }
+    Ok(None)
 }
 
 /// A bundled file: in the source tree that the program was built in, or in the tree that it is

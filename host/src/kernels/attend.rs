@@ -25,7 +25,8 @@ pub struct Attend<'a, T> {
     pub dim: usize,
     /// Columns that the caches have room for.
     pub capacity: usize,
-    /// `[B, T, heads * D]`; gated `[B, T, heads * 2 D]`, per head the query and then its gate.
+    /// `[B, T, heads * D]`; gated `[B, T, heads * 2 D]`, per head the query and then its gate. Empty:
+    /// nothing is mixed, the caches are only written to.
     pub q: &'a [T],
     /// Whether sigmoids of gates multiply the outcome.
     pub gated: bool,
@@ -47,7 +48,10 @@ pub struct Attend<'a, T> {
     /// Where each row's first column stands: it sees itself and what lies before it, which is cached.
     /// Position `p` lies in column `p % capacity`.
     pub offsets: &'a [i32],
-    /// How many keys a query sees, its own included; 0: all before it.
+    /// Per row, the position before which all columns see everything; none: a column sees itself and
+    /// what lies before it.
+    pub ends: Option<&'a [i32]>,
+    /// How many keys a query sees, its own included, before what lies after it; 0: all.
     pub window: usize,
     /// The factor on the products.
     pub scale: f32,
@@ -131,6 +135,15 @@ pub fn fits(offsets: &[i32], width: usize, capacity: usize, window: usize) -> bo
     offsets.iter().all(fits)
 }
 
+/// Whether ends of passes lie among their columns.
+pub fn fits_ends(ends: &[i32], offsets: &[i32], width: usize) -> bool {
+    let within = |(end, offset): (&i32, &i32)| {
+        let columns = i64::from(*end) - i64::from(*offset);
+        (1..=width as i64).contains(&columns)
+    };
+    ends.len() == offsets.len() && ends.iter().zip(offsets).all(within)
+}
+
 impl<T: Float> Attend<'_, T> {
     /// Writes keys and values into the caches, and the mixed values to `out` `[B, T, heads * D]`.
     ///
@@ -147,7 +160,9 @@ impl<T: Float> Attend<'_, T> {
             ..
         } = *self;
         let columns = batch * width;
-        assert!(self.q.len() == columns * heads * dim * if self.gated { 2 } else { 1 });
+        let queries = columns * heads * dim * if self.gated { 2 } else { 1 };
+        let mixes = !self.q.is_empty();
+        assert!(self.q.len() == if mixes { queries } else { 0 });
         let (keys, values) = match &caches {
             Caches::Read(keys, values) => (keys.len(), values.len()),
             Caches::Write(keys, values) => (keys.len(), values.len()),
@@ -159,7 +174,12 @@ impl<T: Float> Attend<'_, T> {
                 .is_none_or(|(k, v)| k.len() == shared && v.unwrap_or(k).len() == shared)
         );
         assert!(self.kv.is_some() == matches!(caches, Caches::Write(..)));
-        assert!(out.len() == columns * heads * dim && self.offsets.len() == batch);
+        assert!(out.len() == if mixes { columns * heads * dim } else { 0 });
+        assert!(self.offsets.len() == batch);
+        assert!(
+            self.ends
+                .is_none_or(|ends| fits_ends(ends, self.offsets, width))
+        );
         assert!(self.positions.len() == batch);
         assert!(
             fits(self.offsets, width, capacity, self.window),
@@ -186,8 +206,8 @@ impl<T: Float> Attend<'_, T> {
                     pool::run(pieces, body);
                 }
             };
-            let chunks = width.div_ceil(COLUMNS);
-            if chunks <= 1 {
+            let chunks = if mixes { width.div_ceil(COLUMNS) } else { 0 };
+            if chunks == 1 {
                 // One piece per key head writes its part of the cache, then reads it.
                 run(head_pieces, &|piece| {
                     // SAFETY: every head of the caches belongs to one piece.
@@ -202,6 +222,9 @@ impl<T: Float> Attend<'_, T> {
             run(head_pieces, &|piece| unsafe {
                 self.write(piece, turns, caches)
             });
+            if chunks == 0 {
+                return;
+            }
             run(head_pieces * chunks, &|piece| {
                 // The last columns take longest, so they go first.
                 let chunk = chunks - 1 - piece / head_pieces;
@@ -324,11 +347,20 @@ impl<T: Float> Attend<'_, T> {
         } else {
             self.window
         };
-        let first = (offset + columns.start + 1).saturating_sub(window);
-        scratch.mix(head, first..offset + columns.end, |local, s| {
-            let own = offset + columns.start + local % width;
-            s <= own && own - s < window
-        });
+        let end = self.ends.map(|ends| ends[row] as usize);
+        let own = offset + columns.start;
+        let own = end.map_or(own, |end| own.min(end - 1));
+        let first = (own + 1).saturating_sub(window);
+        scratch.mix(
+            head,
+            first..end.unwrap_or(offset + columns.end),
+            |local, s| {
+                // Padding sees what the last filled column sees, so that nobody sees nothing.
+                let own = offset + columns.start + local % width;
+                let own = end.map_or(own, |end| own.min(end - 1));
+                (end.is_some() || s <= own) && own.saturating_sub(s) < window
+            },
+        );
         for (local, sums) in scratch.sums.chunks_exact(dim).enumerate() {
             let (at, _) = query(local);
             // SAFETY: the caller's promise.
@@ -406,6 +438,7 @@ mod tests {
             },
             positions: offsets,
             offsets,
+            ends: None,
             window,
             scale: 0.3,
         }

@@ -1,6 +1,5 @@
 //! A stack of decoder layers between an embedding and a head.
 
-use plugin_api::abi::UnaryOp;
 use plugin_api::layers::{DecoderLayer, GemmaLayer, LayerCache, Linear, RmsNorm, Step};
 use plugin_api::{DType, DonorFacts, Error, Result, Tap, Tensor, Weights};
 
@@ -154,11 +153,16 @@ impl Decoder {
 
     /// `[..]` i32 to `[.., hidden]`.
     pub fn embed(&self, ids: &Tensor) -> Result<Tensor> {
-        let embedded = self.embedding.lookup(ids)?;
+        let embedded = self.embed_bare(ids)?;
         match self.extras.embed_scale {
             Some(scale) => embedded.scale(scale),
             None => Ok(embedded),
         }
+    }
+
+    /// As [`Decoder::embed`], without a factor.
+    pub fn embed_bare(&self, ids: &Tensor) -> Result<Tensor> {
+        self.embedding.lookup(ids)
     }
 
     /// Layers that lend their keys to drafters.
@@ -179,7 +183,7 @@ impl Decoder {
     pub fn through(&self, head: &Linear, hidden: &Tensor) -> Result<Tensor> {
         let logits = head.forward(hidden)?;
         match self.extras.softcap {
-            Some(cap) => logits.scale(1.0 / cap)?.unary(UnaryOp::TANH)?.scale(cap),
+            Some(cap) => logits.softcap(cap),
             None => Ok(logits),
         }
     }
@@ -222,6 +226,7 @@ impl Decoder {
         see(Tap::PRE_NORM, &h);
         let hidden = self.norm.forward(&h)?;
         see(Tap::FINAL, &hidden);
+        see(Tap::layer(self.layers()), &hidden);
         let taps = seen.into_iter().zip(taps).map(|(seen, tap)| {
             seen.ok_or_else(|| Error::invalid(format!("this model has no tap {}", tap.point)))
         });

@@ -145,7 +145,7 @@ impl Model {
 
     /// Whether [`Model::forward`] knows the tap.
     pub fn has_tap(&self, tap: Tap) -> bool {
-        (Tap::FINAL.point..self.facts.layers).contains(&tap.point)
+        (Tap::FINAL.point..=self.facts.layers).contains(&tap.point)
     }
 }
 

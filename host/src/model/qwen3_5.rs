@@ -27,18 +27,20 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
     if text.opt_bool("attn_output_gate")? == Some(false) {
         return Err(text.error("attn_output_gate", "is false, which is not supported"));
     }
+    let (rope, factor) = Rope::from_config(text, head_dim)?;
     let attention = AttentionConfig {
         hidden,
         heads,
         kv_heads,
         head_dim,
-        rope: Rope::from_config(text, head_dim)?,
+        rope,
         qk_norm: Some(eps),
         gated: true,
-        scale: (head_dim as f32).powf(-0.5),
+        scale: (head_dim as f32).powf(-0.5) * factor,
         window: 0,
         kv: KvSource::Own,
         v_norm: None,
+        block: false,
     };
     let delta = GatedDeltaConfig {
         hidden,

@@ -86,22 +86,35 @@ fn borrowed(raw: RawTensor) -> Result<Tensor> {
     Ok(unsafe { Tensor::borrow_raw(raw) })
 }
 
-extern "C" fn embed(this: *const c_void, ids: RawTensor) -> RawTensor {
-    op(|| lent(this).model.decoder.embed(&borrowed(ids)?))
+extern "C" fn embed(this: *const c_void, ids: RawTensor, bare: bool) -> RawTensor {
+    op(|| {
+        let decoder = &lent(this).model.decoder;
+        let ids = borrowed(ids)?;
+        if bare {
+            decoder.embed_bare(&ids)
+        } else {
+            decoder.embed(&ids)
+        }
+    })
 }
 
-extern "C" fn logits(this: *const c_void, hidden: RawTensor, subset: u64) -> RawTensor {
+extern "C" fn logits(this: *const c_void, hidden: RawTensor, subset: u64, bare: bool) -> RawTensor {
     op(|| {
         let (target, hidden) = (lent(this), borrowed(hidden)?);
-        if subset == 0 {
-            return target.model.logits(&hidden);
-        }
         let subsets = target.subsets.borrow();
-        let head = usize::try_from(subset - 1)
-            .ok()
-            .and_then(|index| subsets.heads.get(index))
-            .ok_or_else(|| Error::invalid(format!("there is no head subset {subset}")))?;
-        target.model.decoder.through(head, &hidden)
+        let decoder = &target.model.decoder;
+        let head = match subset {
+            0 => decoder.head(),
+            key => usize::try_from(key - 1)
+                .ok()
+                .and_then(|index| subsets.heads.get(index))
+                .ok_or_else(|| Error::invalid(format!("there is no head subset {subset}")))?,
+        };
+        if bare {
+            head.forward(&hidden)
+        } else {
+            decoder.through(head, &hidden)
+        }
     })
 }
 

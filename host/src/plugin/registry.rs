@@ -90,27 +90,37 @@ impl Registry {
         &self.found
     }
 
+    /// Whether one of the plugins serves one of these families.
+    pub fn serves(&self, families: &[&str]) -> bool {
+        let served = |file: &PluginFile| {
+            let mut own = file.manifest().families.iter();
+            own.any(|family| families.contains(&family.as_str()))
+        };
+        self.found.iter().any(served)
+    }
+
     /// What was found and could not be read.
     pub fn refused(&self) -> &[LoadError] {
         &self.refused
     }
 
-    /// The plugin that serves a drafter: by the `model_type` of `drafter`; without one, a plugin that
+    /// The plugin that serves a drafter: by the families of `drafter`; without one, a plugin that
     /// finds its drafter inside the target's own checkpoint, or one that needs no checkpoint.
     ///
     /// # Errors
     /// No plugin serves it, or the one that does is refused by a gate.
     pub fn choose(
         &self,
-        drafter: Option<(&Path, &str)>,
+        drafter: Option<(&Path, &[&str])>,
         target: (&Path, &str),
     ) -> Result<Choice, LoadError> {
         let serving = |family: &str| {
             let serves = |file: &&PluginFile| file.manifest().families.iter().any(|f| f == family);
             self.found.iter().find(serves)
         };
-        if let Some((path, family)) = drafter {
-            let file = serving(family).ok_or_else(|| self.nobody_serves(path, family))?;
+        if let Some((path, families)) = drafter {
+            let file = families.iter().find_map(|family| serving(family));
+            let file = file.ok_or_else(|| self.nobody_serves(path, families))?;
             return Ok(Choice {
                 library: Library::load(file)?,
                 checkpoint: Some(path.to_owned()),
@@ -140,7 +150,7 @@ impl Registry {
         }
     }
 
-    fn nobody_serves(&self, drafter: &Path, family: &str) -> LoadError {
+    fn nobody_serves(&self, drafter: &Path, families: &[&str]) -> LoadError {
         let offers: Vec<_> = self
             .found
             .iter()
@@ -149,7 +159,11 @@ impl Registry {
                 format!("{} ({})", manifest.name, manifest.families.join(", "))
             })
             .collect();
-        let what = format!("no loaded plugin serves drafters of model_type {family:?}");
+        let shown = families
+            .iter()
+            .map(|family| format!("{:?}", crate::text::one_line(family)));
+        let shown = shown.collect::<Vec<_>>().join(" or ");
+        let what = format!("no loaded plugin serves drafters of type {shown}");
         let error = LoadError::unsupported(drafter, what);
         if offers.is_empty() {
             error.remedy("name the plugin with --plugin PATH")

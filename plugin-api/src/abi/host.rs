@@ -96,7 +96,8 @@ pub struct Projection<'a> {
 #[repr(C)]
 #[derive(StableAbi, Clone, Copy, Debug)]
 pub struct Attend<'a> {
-    /// `[B, T, heads * D]`; with `gated` `[B, T, heads * 2 D]`: per head a query, then its gate.
+    /// `[B, T, heads * D]`; with `gated` `[B, T, heads * 2 D]`: per head a query, then its gate. Null:
+    /// nothing is looked at; keys and values only go into the caches.
     pub q: RawTensor,
     /// `[B, T, kv_heads * D]`. Null: the caches have the keys and values of this pass already, put there
     /// by another layer; they are only read, and not returned.
@@ -134,7 +135,10 @@ pub struct Attend<'a> {
     /// The position of each row's first column, which sees itself and what lies before it. The columns
     /// of the pass fit the capacity, or with a window the capacity is at least the window and them.
     pub offsets: RSlice<'a, i32>,
-    /// Keys that a query sees, its own included; 0: all.
+    /// Empty: a column sees itself and what lies before it. Else, per row, the position before which all
+    /// columns of the pass see everything, those after them included; within the pass's columns.
+    pub ends: RSlice<'a, i32>,
+    /// Keys that a query sees, its own included, and none further back; 0: all.
     pub window: i32,
     /// The factor on products of queries and keys.
     pub scale: f32,
@@ -250,9 +254,10 @@ pub struct HostApi {
         kind: AttentionMask,
         mask: RawTensor,
     ) -> RawTensor,
-    /// Causal self-attention between its projections: norms and rotation of queries and keys, the
-    /// new keys and values into the cache at each row's offset, the mix, the gate. Returns the mix
-    /// `[B, T, heads * D]`, keys and values; empty on failure. A cache to which the caller's handle is
+    /// Self-attention between its projections, causal or over a block: norms and rotation of queries
+    /// and keys, the new keys and values into the cache at each row's offset, the mix, the gate.
+    /// Returns the mix `[B, T, heads * D]` if there are queries, and keys and values if there are new
+    /// ones; empty on failure. A cache to which the caller's handle is
     /// the only one may be written in place: use what is returned from there on, and clone the
     /// handle before where the old content is still wanted.
     pub attend: extern "C" fn(&Attend<'_>) -> RVec<RawTensor>,

@@ -76,7 +76,7 @@ pub struct Provider {
 #[repr(C)]
 #[derive(StableAbi, Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tap {
-    /// `0..layers`: the output of that layer. [`Tap::PRE_NORM`] and [`Tap::FINAL`]: the last
+    /// `0..layers`: the output of that layer; `layers` itself is [`Tap::FINAL`]. [`Tap::PRE_NORM`] and [`Tap::FINAL`]: the last
     /// hidden before and after the final norm. [`Tap::EMBEDDING`]: the input of layer 0.
     pub point: i32,
 }
@@ -200,11 +200,14 @@ pub struct RawTarget {
 #[sabi(missing_field(panic))]
 pub struct TargetView {
     /// The input embeddings of ids: `[..]` i32 to `[.., hidden]`, as the target's first layer gets
-    /// them. Null on failure.
-    pub embed: ROption<extern "C" fn(*const c_void, ids: RawTensor) -> RawTensor>,
-    /// The head on hiddens after the final norm: `[.., hidden]` to `[.., vocabulary]`. `subset` is
-    /// 0 for the whole head, or a key from `head_subset`. Null on failure.
-    pub logits: ROption<extern "C" fn(*const c_void, hidden: RawTensor, subset: u64) -> RawTensor>,
+    /// them, or with `bare` as the matrix has them, without the factor of some models. Null on failure.
+    pub embed: ROption<extern "C" fn(*const c_void, ids: RawTensor, bare: bool) -> RawTensor>,
+    /// The head on hiddens after the final norm: `[.., hidden]` to `[.., vocabulary]`, with `bare`
+    /// without the softcap of some models. `subset` is 0 for the whole head, or a key from
+    /// `head_subset`. Null on failure.
+    pub logits: ROption<
+        extern "C" fn(*const c_void, hidden: RawTensor, subset: u64, bare: bool) -> RawTensor,
+    >,
     /// Restricts the head to some rows: strictly ascending ids. The key is never 0 and stays valid
     /// as long as the target; the same ids give the same key.
     #[sabi(last_prefix_field)]

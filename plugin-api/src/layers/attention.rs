@@ -1,4 +1,4 @@
-//! Causal attention over a row-wise cache, full or in a sliding window.
+//! Attention over a row-wise cache, full or in a sliding window; causal, or over blocks.
 
 use crate::checkpoint::Weights;
 use crate::error::Result;
@@ -31,6 +31,9 @@ pub struct AttentionConfig {
     pub kv: KvSource,
     /// Epsilon of the norm without a weight that values go through (Gemma 4); none: no such norm.
     pub v_norm: Option<f32>,
+    /// Whether all columns that a row fills in a pass see each other (block drafters), not only those
+    /// before them.
+    pub block: bool,
 }
 
 /// Where the keys and values of an attention layer come from.
@@ -119,6 +122,25 @@ impl Attention {
     ) -> Result<Tensor> {
         let mixed = self.mixed(h, norm, step, cache)?;
         Project::of(&mixed).plus(h).with(&self.o)
+    }
+
+    /// The keys and values of `x`, `[B, T, hidden]`, go into the cache at the pass's columns; nothing looks
+    /// at them yet. `norm`: what `x` goes through first.
+    pub fn remember(
+        &self,
+        x: &Tensor,
+        norm: Option<&RmsNorm>,
+        step: &Step,
+        cache: &mut KvCache,
+    ) -> Result<()> {
+        let linears: Vec<&Linear> = self.k.iter().chain(&self.v).collect();
+        let x = Project::of(x);
+        let x = match norm {
+            Some(norm) => x.norm(norm),
+            None => x,
+        };
+        let kv = x.through_all(&linears)?;
+        cache.remember(step, &kv, &self.config, self.k_norm.as_ref())
     }
 
     /// The mixed values of `norm(h)`, `[B, T, heads * D]`, before their projection.

@@ -60,6 +60,29 @@ impl KvCache {
         let [q, kv @ ..] = qkv else {
             return Err(Error::failed("attention without queries"));
         };
+        let mixed = self.call(step, Some(q), kv, config, (q_norm, k_norm))?;
+        mixed.ok_or_else(|| op_error("attend"))
+    }
+
+    /// The keys and values of a pass without queries go into the cache: `k`, `v` as projected.
+    pub(super) fn remember(
+        &mut self,
+        step: &Step,
+        kv: &[Tensor],
+        config: &AttentionConfig,
+        k_norm: Option<&RmsNorm>,
+    ) -> Result<()> {
+        self.call(step, None, kv, config, (None, k_norm)).map(drop)
+    }
+
+    fn call(
+        &mut self,
+        step: &Step,
+        q: Option<&Tensor>,
+        kv: &[Tensor],
+        config: &AttentionConfig,
+        (q_norm, k_norm): (Option<&RmsNorm>, Option<&RmsNorm>),
+    ) -> Result<Option<Tensor>> {
         let (keys, values) = match (self.buffers.take(), kv) {
             (Some(buffers), []) => buffers,
             (None, []) => return Err(Error::failed("the cache to look at is empty")),
@@ -67,9 +90,13 @@ impl KvCache {
         };
         let (rope_dims, rope_base, rope_freqs, rope_scale) = config.rope.raw();
         let weight = |norm: Option<&RmsNorm>| norm.map_or(RawTensor::NULL, |n| n.parts().0.raw());
+        let ends = match config.block && q.is_some() {
+            true => step.ends(),
+            false => Vec::new(),
+        };
         let part = |index: usize| kv.get(index).map_or(RawTensor::NULL, Tensor::raw);
         let out = api().attend()(&Attend {
-            q: q.raw(),
+            q: q.map_or(RawTensor::NULL, Tensor::raw),
             k: part(0),
             v: part(1),
             keys: keys.raw(),
@@ -87,22 +114,22 @@ impl KvCache {
             rope_scale,
             positions: step.positions().into(),
             offsets: step.offsets().into(),
+            ends: ends.as_slice().into(),
             window: self.window,
             scale: config.scale,
         });
         let out = out.into_iter().map(|raw| Tensor::own("attend", raw));
         let mut out = out.collect::<Result<Vec<_>>>()?.into_iter();
-        match (out.next(), out.next(), out.next()) {
-            (Some(mixed), Some(keys), Some(values)) => {
-                self.buffers = Some((keys, values));
-                Ok(mixed)
-            }
-            (Some(mixed), None, None) if kv.is_empty() => {
-                self.buffers = Some((keys, values));
-                Ok(mixed)
-            }
-            _ => Err(op_error("attend")),
-        }
+        let mixed = match q {
+            Some(_) => Some(out.next().ok_or_else(|| op_error("attend"))?),
+            None => None,
+        };
+        self.buffers = match (out.next(), out.next()) {
+            (Some(keys), Some(values)) => Some((keys, values)),
+            _ if kv.is_empty() => Some((keys, values)),
+            _ => return Err(op_error("attend")),
+        };
+        Ok(mixed)
     }
 
     /// The buffers, with room for a pass.

@@ -1,5 +1,6 @@
 //! The pre-norm residual layer of Llama, Qwen3 and Qwen3.5.
 
+use crate::abi::UnaryOp;
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::layers::{
@@ -7,6 +8,22 @@ use crate::layers::{
     RmsNorm, Step,
 };
 use crate::tensor::Tensor;
+
+/// The tensors of a layer with attention and norms on queries and keys, for
+/// [`crate::Checkpoint::require_tensors`].
+pub const ATTENTION_LAYER: [&str; 11] = [
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+];
 
 /// How a layer mixes columns.
 pub enum Mixer {
@@ -57,6 +74,13 @@ impl DecoderLayer {
         })
     }
 
+    /// With another activation of the feed-forward block.
+    #[must_use]
+    pub fn with_activation(mut self, activation: UnaryOp) -> Self {
+        self.mlp = self.mlp.with_activation(activation);
+        self
+    }
+
     /// An empty cache for this layer.
     pub fn new_cache(&self) -> LayerCache {
         match &self.mixer {
@@ -78,6 +102,24 @@ impl DecoderLayer {
             self.mlp.tensors(),
         ]
         .concat()
+    }
+
+    /// Puts the keys and values of `context`, `[B, T, hidden]`, into the cache, as those of columns that
+    /// are no part of the stream; for a layer with attention. `normed`: through the layer's own first norm.
+    pub fn remember(
+        &self,
+        context: &Tensor,
+        normed: bool,
+        step: &Step,
+        cache: &mut LayerCache,
+    ) -> Result<()> {
+        match (&self.mixer, cache) {
+            (Mixer::Attention(layer), LayerCache::Kv(cache)) => {
+                let norm = normed.then_some(&self.input_norm);
+                layer.remember(context, norm, step, cache)
+            }
+            _ => Err(Error::failed("this layer has no keys to remember")),
+        }
     }
 
     /// `[B, T, hidden]` to the same shape.

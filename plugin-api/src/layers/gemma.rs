@@ -6,6 +6,21 @@ use crate::error::{Error, Result};
 use crate::layers::{Attention, AttentionConfig, LayerCache, Linear, Project, RmsNorm, Step};
 use crate::tensor::Tensor;
 
+/// The tensors of a layer without keys of its own, for [`crate::Checkpoint::require_tensors`].
+pub const GEMMA_LAYER: [&str; 11] = [
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "pre_feedforward_layernorm.weight",
+    "post_feedforward_layernorm.weight",
+    "layer_scalar",
+    "self_attn.q_proj.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+];
+
 /// The shape of a Gemma 4 layer beside its attention.
 #[derive(Clone, Copy, Debug)]
 pub struct GemmaConfig {
@@ -99,6 +114,15 @@ impl GemmaLayer {
             .chain(norms.flat_map(RmsNorm::tensors))
             .chain(self.attention.tensors())
             .collect()
+    }
+
+    /// Puts the keys and values of `context`, `[B, T, hidden]`, into the cache, as those of columns that
+    /// are no part of the stream.
+    pub fn remember(&self, context: &Tensor, step: &Step, cache: &mut LayerCache) -> Result<()> {
+        let LayerCache::Kv(cache) = cache else {
+            return Err(Error::failed("this cache belongs to another kind of layer"));
+        };
+        self.attention.remember(context, None, step, cache)
     }
 
     /// `[B, T, hidden]` to the same shape. `input`: the layer's own, `[B, T, layer_input]`, where there is

@@ -38,27 +38,11 @@ impl GemmaKind {
         if text.opt_bool("enable_moe_block")?.unwrap_or(false) {
             return Err(text.error("enable_moe_block", "is true, which is not supported"));
         }
-        let count = text.size("num_hidden_layers")? as usize;
-        let kinds = text.get("layer_types").and_then(|value| {
-            let items = value.as_array()?;
-            items
-                .iter()
-                .map(|item| match item.as_str()? {
-                    "sliding_attention" => Some(GemmaKind::Sliding),
-                    "full_attention" => Some(GemmaKind::Full),
-                    _ => None,
-                })
-                .collect::<Option<Vec<_>>>()
-        });
-        match kinds {
-            Some(kinds) if kinds.len() == count => Ok(kinds),
-            _ => {
-                let expected = format!(
-                    "must list {count} times sliding_attention or full_attention, as num_hidden_layers says"
-                );
-                Err(text.error("layer_types", expected))
-            }
-        }
+        let kinds = text.layer_types(&[
+            ("sliding_attention", GemmaKind::Sliding),
+            ("full_attention", GemmaKind::Full),
+        ])?;
+        kinds.ok_or_else(|| text.error("layer_types", "is missing"))
     }
 }
 
@@ -121,6 +105,7 @@ pub fn gemma_attention(
             (false, false) => KvSource::Own,
         },
         v_norm: Some(eps),
+        block: false,
     })
 }
 

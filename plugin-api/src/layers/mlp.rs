@@ -6,8 +6,9 @@ use crate::error::Result;
 use crate::layers::{Linear, Project, RmsNorm};
 use crate::tensor::Tensor;
 
-/// SwiGLU: `down(silu(gate x) * up x)`.
+/// `down(activation(gate x) * up x)`; SwiGLU unless told otherwise.
 pub struct Mlp {
+    activation: UnaryOp,
     gate: Linear,
     up: Linear,
     down: Linear,
@@ -17,10 +18,17 @@ impl Mlp {
     /// Takes `gate_proj`, `up_proj` and `down_proj`.
     pub fn load(w: &Weights, hidden: i32, intermediate: i32) -> Result<Self> {
         Ok(Self {
+            activation: UnaryOp::SILU,
             gate: Linear::load(&w.child("gate_proj"), hidden, intermediate)?,
             up: Linear::load(&w.child("up_proj"), hidden, intermediate)?,
             down: Linear::load(&w.child("down_proj"), intermediate, hidden)?,
         })
+    }
+
+    /// With another activation.
+    #[must_use]
+    pub fn with_activation(self, activation: UnaryOp) -> Self {
+        Self { activation, ..self }
     }
 
     /// The tensors it holds.
@@ -35,7 +43,7 @@ impl Mlp {
     pub fn forward(&self, h: &Tensor, norm: &RmsNorm) -> Result<Tensor> {
         let x = Project::of(h)
             .norm(norm)
-            .gated(UnaryOp::SILU, &self.gate, &self.up)?;
+            .gated(self.activation, &self.gate, &self.up)?;
         Project::of(&x).plus(h).with(&self.down)
     }
 }

@@ -42,7 +42,18 @@ impl Rope {
 
     /// Reads a text config: `rope_theta`, `partial_rotary_factor` and the scaling, either flat or
     /// inside `rope_parameters` / `rope_scaling`. A scaling that is not known is refused.
-    pub fn from_config(config: &Config, head_dim: i32) -> Result<Self> {
+    ///
+    /// With it comes a factor on products of queries and keys, which only YaRN has other than 1.
+    pub fn from_config(config: &Config, head_dim: i32) -> Result<(Self, f32)> {
+        Self::read(config, head_dim, None)
+    }
+
+    /// As [`Rope::from_config`], for layers that turn all dimensions whatever `partial_rotary_factor` says.
+    pub fn full_from_config(config: &Config, head_dim: i32) -> Result<(Self, f32)> {
+        Self::read(config, head_dim, Some(1.0))
+    }
+
+    fn read(config: &Config, head_dim: i32, share: Option<f32>) -> Result<(Self, f32)> {
         let parameters = match config.section("rope_parameters")? {
             Some(section) => Some(section),
             None => config.section("rope_scaling")?,
@@ -59,7 +70,10 @@ impl Rope {
         };
         // Peers disagree on the default theta, so it must be stated.
         let base = number("rope_theta")?.ok_or_else(|| config.error("rope_theta", "is missing"))?;
-        let share = number("partial_rotary_factor")?.unwrap_or(1.0);
+        let share = match share {
+            Some(share) => share,
+            None => number("partial_rotary_factor")?.unwrap_or(1.0),
+        };
         let dims = (head_dim as f32 * share) as i32;
         if base <= 0.0 || dims < 2 || dims > head_dim || dims % 2 != 0 {
             let problem = format!(
@@ -69,8 +83,9 @@ impl Rope {
         }
         let mut rope = Self::new(dims, base);
         let Some(section) = parameters else {
-            return Ok(rope);
+            return Ok((rope, 1.0));
         };
+        let mut factor = 1.0;
         let kind = match section.opt_str("rope_type")? {
             Some(kind) => kind,
             None => section.opt_str("type")?.unwrap_or("default"),
@@ -79,12 +94,20 @@ impl Rope {
             "default" | "mrope" => {}
             "linear" => rope.scale = 1.0 / section.float("factor")?,
             "llama3" => rope.freqs = Some(llama3_freqs(&section, dims, base)?),
+            "yarn" if dims == head_dim => {
+                let (freqs, amplitude) = yarn(config, &section, dims, base)?;
+                rope.freqs = Some(freqs);
+                // Queries and keys are both longer by it.
+                factor = amplitude * amplitude;
+            }
             other => {
-                let problem = format!("is {other}; supported: default, linear, llama3");
+                let problem = format!(
+                    "is {other}; supported: default, linear, llama3, yarn over whole heads"
+                );
                 return Err(section.error("rope_type", problem));
             }
         }
-        Ok(rope)
+        Ok((rope, factor))
     }
 
     /// The divisors of the position that a checkpoint carries as factors on the plain ones
@@ -144,4 +167,52 @@ fn llama3_freqs(section: &Config, dims: i32, base: f32) -> Result<Tensor> {
         })
         .collect();
     Tensor::from_slice(&freqs, &[dims / 2])
+}
+
+/// YaRN: fast pairs are kept, slow ones stretched by `factor`, those between blended; and how much longer
+/// everything that turns becomes. Source: Peng et al., "YaRN" (2023), as transformers reads configs.
+fn yarn(config: &Config, section: &Config, dims: i32, base: f32) -> Result<(Tensor, f32)> {
+    let factor = section.float("factor")?;
+    let trained = match section.opt_float("original_max_position_embeddings")? {
+        Some(trained) => trained,
+        None => config.float("max_position_embeddings")?,
+    };
+    let fast = section.opt_float("beta_fast")?.unwrap_or(32.0);
+    let slow = section.opt_float("beta_slow")?.unwrap_or(1.0);
+    if factor < 1.0 || trained <= 0.0 || slow <= 0.0 || fast <= slow || base <= 1.0 {
+        return Err(section.error("factor", "and what else YaRN has make no sense"));
+    }
+    // The pair that turns so often over the trained length.
+    let pair = |turns: f32| {
+        let length = f64::from(trained) / (f64::from(turns) * 2.0 * std::f64::consts::PI);
+        f64::from(dims) * length.ln() / (2.0 * f64::from(base).ln())
+    };
+    let whole = section.opt_bool("truncate")?.unwrap_or(true);
+    let (low, high) = match whole {
+        true => (pair(fast).floor(), pair(slow).ceil()),
+        false => (pair(fast), pair(slow)),
+    };
+    let (low, mut high) = (low.max(0.0), high.min(f64::from(dims - 1)));
+    if low == high {
+        high += 0.001;
+    }
+    let freqs: Vec<f32> = plain_freqs(dims, base)
+        .enumerate()
+        .map(|(pair, freq)| {
+            let stretched = ((pair as f64 - low) / (high - low)).clamp(0.0, 1.0) as f32;
+            1.0 / (stretched / (factor * freq) + (1.0 - stretched) / freq)
+        })
+        .collect();
+    let length = |scale: f32| 0.1 * scale * factor.ln() + 1.0;
+    let amplitude = match section.opt_float("attention_factor")? {
+        Some(stated) => stated,
+        None => match (
+            section.opt_float("mscale")?,
+            section.opt_float("mscale_all_dim")?,
+        ) {
+            (Some(one), Some(all)) if one != 0.0 && all != 0.0 => length(one) / length(all),
+            _ => length(1.0),
+        },
+    };
+    Ok((Tensor::from_slice(&freqs, &[dims / 2])?, amplitude))
 }

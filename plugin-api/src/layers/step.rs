@@ -45,6 +45,12 @@ impl Step {
         &self.positions
     }
 
+    /// The position after each row's last filled column, at least after its first one.
+    pub fn ends(&self) -> Vec<i32> {
+        let filled = self.offsets.iter().zip(&self.lens);
+        filled.map(|(offset, len)| offset + (*len).max(1)).collect()
+    }
+
     /// Number of rows.
     pub fn rows(&self) -> i32 {
         self.offsets.len() as i32

@@ -1,6 +1,6 @@
 //! What the checkpoint's config and the user's options say.
 
-use plugin_api::layers::{AttentionConfig, GemmaKind, gemma_attention};
+use plugin_api::layers::{AttentionConfig, GEMMA_LAYER, GemmaKind, gemma_attention};
 use plugin_api::{Checkpoint, DonorKind, Options, Result};
 
 /// Where a draft's queries stand and how far back they see: engines differ. With `n` processed tokens and
@@ -137,19 +137,6 @@ impl Settings {
 
     /// Refuses a checkpoint that lacks tensors, naming them.
     pub fn require_tensors(&self, checkpoint: &Checkpoint) -> Result<()> {
-        const LAYER: [&str; 11] = [
-            "input_layernorm.weight",
-            "post_attention_layernorm.weight",
-            "pre_feedforward_layernorm.weight",
-            "post_feedforward_layernorm.weight",
-            "layer_scalar",
-            "self_attn.q_proj.weight",
-            "self_attn.q_norm.weight",
-            "self_attn.o_proj.weight",
-            "mlp.gate_proj.weight",
-            "mlp.up_proj.weight",
-            "mlp.down_proj.weight",
-        ];
         let mut needed: Vec<String> = [
             "model.embed_tokens.weight",
             "model.norm.weight",
@@ -166,7 +153,7 @@ impl Settings {
             needed.push("masked_embedding.token_ordering".into());
         }
         for layer in 0..self.layers.len() {
-            needed.extend(LAYER.map(|leaf| format!("model.layers.{layer}.{leaf}")));
+            needed.extend(GEMMA_LAYER.map(|leaf| format!("model.layers.{layer}.{leaf}")));
         }
         checkpoint.require_tensors(needed)
     }

@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use plugin_api::layers::{DecoderLayer, LayerCache, Linear, RmsNorm, Step};
 use plugin_api::sampling::{self, Sampling};
-use plugin_api::{Checkpoint, DType, HeadSubset, Result, Target, Tensor, Weights};
+use plugin_api::{Checkpoint, DType, Result, Target, TargetHead, Tensor, Weights};
 
 use crate::settings::Settings;
 
@@ -17,8 +17,7 @@ pub struct Head {
     layer: DecoderLayer,
     norm: RmsNorm,
     dtype: DType,
-    /// The restriction of the target's head, and the ids that its outputs stand for.
-    subset: Option<(HeadSubset, Tensor)>,
+    head: TargetHead,
 }
 
 impl Head {
@@ -34,14 +33,6 @@ impl Head {
             w = w.child("mtp").with_norm_offset(1.0);
         }
         let (hidden, eps) = (settings.hidden, settings.eps);
-        let subset = match &settings.draft_vocab {
-            Some(ids) => {
-                let subset = target.head_subset(ids)?;
-                let ids: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
-                Some((subset, Tensor::from_slice(&ids, &[ids.len() as i32])?))
-            }
-            None => None,
-        };
         Ok(Self {
             target,
             embedding_norm: RmsNorm::load(&w.child("pre_fc_norm_embedding"), hidden, eps)?,
@@ -55,7 +46,7 @@ impl Head {
             )?,
             norm: RmsNorm::load(&w.child("norm"), hidden, eps)?,
             dtype,
-            subset,
+            head: TargetHead::open(target, settings.draft_vocab.as_ref())?,
         })
     }
 
@@ -83,11 +74,10 @@ impl Head {
 
     /// One token per row from the hiddens `[B, 1, hidden]`, drawn as the target draws it: `[B, 1]`.
     pub fn draw(&self, hidden: &Tensor, rows: &[Sampling], positions: &[u32]) -> Result<Tensor> {
-        let subset = self.subset.as_ref();
-        let logits = self.target.logits(hidden, subset.map(|(key, _)| *key))?;
+        let logits = self.head.logits(hidden)?;
         let drawn = sampling::draw(&logits, rows, positions)?;
-        match subset {
-            Some((_, ids)) => ids.take(&drawn, 0),
+        match self.head.ids() {
+            Some(ids) => ids.take(&drawn, 0),
             None => Ok(drawn),
         }
     }

@@ -57,13 +57,8 @@ impl Drafter for QwenMtp {
         let (path, settings) = (self.checkpoint.path(), &self.settings);
         target.require(path, "hidden size", settings.hidden, target.hidden_size)?;
         target.require(path, "vocabulary size", settings.vocab, target.vocab_size)?;
-        if let Some(&id) = settings.draft_vocab.as_deref().and_then(<[u32]>::last)
-            && id >= target.vocab_size as u32
-        {
-            return Err(Error::mismatch(format!(
-                "drafter {path} drafts the id {id}, target {} has {} tokens",
-                target.name, target.vocab_size
-            )));
+        if let Some(vocabulary) = &settings.draft_vocab {
+            vocabulary.require(path, target)?;
         }
         target.require_vocabulary(path, self.checkpoint.vocabulary()?.as_deref())
     }

@@ -1,7 +1,7 @@
 //! What the checkpoint's config and the user's options say.
 
-use plugin_api::layers::{AttentionConfig, KvSource, Rope};
-use plugin_api::{Checkpoint, Config, Options, Result, Tap};
+use plugin_api::layers::{ATTENTION_LAYER, AttentionConfig, KvSource, Rope};
+use plugin_api::{Checkpoint, DraftVocabulary, Options, Result, Tap};
 
 /// What happens to the cached rows of drafted tokens that were accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,8 +25,7 @@ pub struct Settings {
     pub depth: u32,
     pub tap: Tap,
     pub commit: Commit,
-    /// Ascending ids that the draft head is restricted to.
-    pub draft_vocab: Option<Vec<u32>>,
+    pub draft_vocab: Option<DraftVocabulary>,
 }
 
 impl Settings {
@@ -67,6 +66,7 @@ impl Settings {
             return Err(text.error("num_key_value_heads", problem));
         }
         text.check_heads("num_attention_heads", heads, head_dim)?;
+        let (rope, factor) = Rope::from_config(text, head_dim)?;
         // block_size counts the pending token too.
         let depth = match config.opt_size("block_size")? {
             Some(block) => (block - 1).clamp(1, 16) as u32,
@@ -82,10 +82,7 @@ impl Settings {
         )?;
         let restrict = options.take_choice("draft_vocab", &[("auto", true), ("full", false)])?;
         let draft_vocab = if restrict.unwrap_or(true) {
-            match checkpoint.json("draft_vocab.json")? {
-                Some(file) => Some(ascending_ids(&file)?),
-                None => None,
-            }
+            DraftVocabulary::of(checkpoint)?
         } else {
             None
         };
@@ -100,13 +97,14 @@ impl Settings {
                 heads,
                 kv_heads,
                 head_dim,
-                rope: Rope::from_config(text, head_dim)?,
+                rope,
                 qk_norm: Some(eps),
                 gated: true,
-                scale: (head_dim as f32).powf(-0.5),
+                scale: (head_dim as f32).powf(-0.5) * factor,
                 window: 0,
                 kv: KvSource::Own,
                 v_norm: None,
+                block: false,
             },
             depth,
             tap: tap.unwrap_or(Tap::FINAL),
@@ -122,36 +120,15 @@ impl Settings {
 
     /// Refuses a checkpoint that lacks tensors, naming them.
     pub fn require_tensors(&self, checkpoint: &Checkpoint) -> Result<()> {
-        const NEEDED: [&str; 15] = [
+        let prefix = self.prefix();
+        let own = [
             "fc.weight",
             "pre_fc_norm_embedding.weight",
             "pre_fc_norm_hidden.weight",
             "norm.weight",
-            "layers.0.input_layernorm.weight",
-            "layers.0.post_attention_layernorm.weight",
-            "layers.0.self_attn.q_proj.weight",
-            "layers.0.self_attn.k_proj.weight",
-            "layers.0.self_attn.v_proj.weight",
-            "layers.0.self_attn.o_proj.weight",
-            "layers.0.self_attn.q_norm.weight",
-            "layers.0.self_attn.k_norm.weight",
-            "layers.0.mlp.gate_proj.weight",
-            "layers.0.mlp.up_proj.weight",
-            "layers.0.mlp.down_proj.weight",
         ];
-        let prefix = self.prefix();
-        checkpoint.require_tensors(NEEDED.map(|leaf| format!("{prefix}{leaf}")))
+        let layer = ATTENTION_LAYER.map(|leaf| format!("layers.0.{leaf}"));
+        let needed = own.map(String::from).into_iter().chain(layer);
+        checkpoint.require_tensors(needed.map(|leaf| format!("{prefix}{leaf}")))
     }
-}
-
-/// The ids of a `draft_vocab.json`.
-fn ascending_ids(file: &Config) -> Result<Vec<u32>> {
-    let ids = file
-        .opt_ints("ids")?
-        .ok_or_else(|| file.error("ids", "is missing"))?;
-    let ascending = ids.windows(2).all(|pair| pair[0] < pair[1]);
-    if ids.is_empty() || ids[0] < 0 || !ascending {
-        return Err(file.error("ids", "must be strictly ascending token ids"));
-    }
-    Ok(ids.into_iter().map(|id| id as u32).collect())
 }

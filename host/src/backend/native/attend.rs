@@ -16,9 +16,10 @@ fn place<'a>(arrays: &mut Vec<&'a Array>, array: Option<&'a Lent>) -> Option<usi
 }
 
 pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Array>>> {
-    let dtype = args.q.dtype();
+    let columns = args.columns()?;
+    let dtype = columns.dtype();
     let [batch, kv_heads, capacity, dim] = lengths::<4>(&args.keys)?;
-    let [_, width, _] = lengths::<3>(&args.q)?;
+    let [_, width, _] = lengths::<3>(columns)?;
     let given = |f: &Array| f.dtype() == Dtype::Float32 && f.shape() == [args.rope_dims / 2];
     let norm = |w: &Array| w.dtype() == dtype && w.shape() == [dim as i32];
     let same = |x: &Array| x.dtype() == dtype;
@@ -33,9 +34,10 @@ pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Ar
     if !fits {
         return None;
     }
-    let kind = kind(&args.q)?;
+    let kind = kind(columns)?;
     let (heads, rope_dims) = (args.heads as usize, args.rope_dims as usize);
-    let mut arrays: Vec<&Array> = vec![&args.q, &args.keys, &args.values];
+    let mut arrays: Vec<&Array> = vec![&args.keys, &args.values];
+    let q = place(&mut arrays, args.q.as_ref());
     let k = place(&mut arrays, args.k.as_ref());
     let v = place(&mut arrays, args.v.as_ref());
     let q_norm = place(&mut arrays, args.q_norm.as_ref());
@@ -47,21 +49,24 @@ pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Ar
         dtype,
         from: Some(index),
     };
-    let mut outputs = vec![Output {
-        shape: &mixed,
-        dtype,
-        from: None,
-    }];
+    let mut outputs = Vec::with_capacity(3);
     if k.is_some() {
-        outputs.extend([kept(1, &args.keys), kept(2, &args.values)]);
+        outputs.extend([kept(0, &args.keys), kept(1, &args.values)]);
+    }
+    if q.is_some() {
+        outputs.push(Output {
+            shape: &mixed,
+            dtype,
+            from: None,
+        });
     }
     let columns = batch * width;
     let (own, shared) = (columns * heads * dim, columns * kv_heads * dim);
     let cache = batch * kv_heads * capacity * dim;
-    Some(compute(&arrays, 0, &outputs, |buffers| {
+    let made = compute(&arrays, 0, &outputs, |buffers| {
         by_kind!(kind, T => {
             // SAFETY: dtypes and shapes were checked above and by the caller. The caches may be the
-            // second and third output, and are only used as such then.
+            // first two outputs, and are only used as such then.
             unsafe {
                 let weight = |at: Option<usize>| at.map(|at| buffers.input::<T>(at, dim));
                 let computed;
@@ -78,7 +83,7 @@ pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Ar
                     kv_heads,
                     dim,
                     capacity,
-                    q: buffers.input(0, if args.gated { 2 * own } else { own }),
+                    q: q.map_or(&[], |q| buffers.input(q, if args.gated { 2 * own } else { own })),
                     gated: args.gated,
                     kv: k.map(|k| {
                         let v = v.map(|v| buffers.input(v, shared));
@@ -94,16 +99,28 @@ pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Ar
                     },
                     positions: &args.positions,
                     offsets: &args.offsets,
+                    ends: args.ends.as_deref(),
                     window: args.window as usize,
                     scale: args.scale,
                 };
-                let caches = if k.is_some() {
-                    Caches::Write(buffers.output(1, cache), buffers.output(2, cache))
+                let (caches, next) = if k.is_some() {
+                    (Caches::Write(buffers.output(0, cache), buffers.output(1, cache)), 2)
                 } else {
-                    Caches::Read(buffers.input(1, cache), buffers.input(2, cache))
+                    (Caches::Read(buffers.input(0, cache), buffers.input(1, cache)), 0)
                 };
-                attend.run(caches, buffers.output(0, own));
+                let mixed = match q {
+                    Some(_) => buffers.output(next, own),
+                    None => &mut [],
+                };
+                attend.run(caches, mixed);
             }
         });
+    });
+    Some(made.map(|mut made| {
+        // The mix comes first.
+        if q.is_some() {
+            made.rotate_right(1);
+        }
+        made
     }))
 }
