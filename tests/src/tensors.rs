@@ -62,11 +62,28 @@ pub fn write_checkpoint(like: &Path, tensors: &Tensors, out: &Path) {
     for file in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
         std::fs::copy(like.join(file), out.join(file)).expect(file);
     }
+    write(tensors, &out.join("model.safetensors"));
+}
+
+/// Writes a safetensors file.
+pub fn write(tensors: &Tensors, path: &Path) {
     let bytes: Vec<_> = tensors.values().map(|t| bytes_of(&t.values)).collect();
     let views = tensors.iter().zip(&bytes).map(|((name, tensor), bytes)| {
         let view = TensorView::new(Dtype::F32, tensor.shape.clone(), bytes);
         (name, view.expect("the shape fits"))
     });
-    let path = out.join("model.safetensors");
-    safetensors::serialize_to_file(views, None, &path).expect("the file can be written");
+    safetensors::serialize_to_file(views, None, path).expect("the file can be written");
+}
+
+/// Adds a list of 64-bit integers to a safetensors file.
+pub fn add_ints(path: &Path, name: &str, values: &[i32]) {
+    let old = std::fs::read(path).expect("a file");
+    let file = SafeTensors::deserialize(&old).expect("safetensors");
+    let bytes: Vec<u8> = values
+        .iter()
+        .flat_map(|x| i64::from(*x).to_le_bytes())
+        .collect();
+    let ints = TensorView::new(Dtype::I64, vec![values.len()], &bytes).expect("a list");
+    let all = file.tensors().into_iter().chain([(name.to_owned(), ints)]);
+    safetensors::serialize_to_file(all, None, path).expect("the file can be written");
 }
