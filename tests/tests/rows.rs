@@ -166,12 +166,11 @@ fn assistants_draft_together_as_alone() {
 #[test]
 fn block_drafters_draft_together_as_alone() {
     let whole = [[("draft_vocab", "full")]];
-    like_alone_with("dflash", "qwen3-f32", "dflash-qwen3-f32", &whole);
     like_alone_with("dflash", "qwen3_5-f32", "dflash-qwen3_5-f32", &whole);
-    let cut = [[("min_confidence", "0")], [("min_confidence", "0.45")]];
-    like_alone_with("deepspec", "qwen3-f32", "dspark-qwen3-f32", &cut);
+    let cut = [[("min_confidence", "0.45")]];
     like_alone_with("deepspec", "gemma4-31b-f32", "dspark-gemma4-31b-f32", &cut);
-    like_alone_with("dflash", "gemma4-f32", "dspark-bun-gemma4-f32", &cut);
+    let bare = [[("min_confidence", "0")]];
+    like_alone_with("dflash", "gemma4-f32", "dspark-bun-gemma4-f32", &bare);
 }
 
 /// Greedy answers of one group against those of a peer.
