@@ -5,6 +5,7 @@ use crate::checkpoint::Weights;
 use crate::drafter::Advance;
 use crate::error::{Error, Result};
 use crate::layers::{DecoderLayer, GemmaLayer, LayerCache, Linear, RmsNorm, Step};
+use crate::rows::kept_rows;
 use crate::tensor::Tensor;
 
 /// A layer over context rows and a block.
@@ -153,11 +154,7 @@ impl Context {
 impl ContextRows {
     /// Keeps the given rows, strictly ascending.
     pub fn filter(&mut self, keep: &[usize]) -> Result<()> {
-        if keep.iter().any(|&row| row >= self.lens.len()) {
-            return Err(Error::failed("a row that does not exist cannot be kept"));
-        }
-        let rows: Vec<i32> = keep.iter().map(|&row| row as i32).collect();
-        let rows = Tensor::from_slice(&rows, &[rows.len() as i32])?;
+        let rows = kept_rows(keep, self.lens.len())?;
         for cache in &mut self.caches {
             cache.filter(&rows)?;
         }

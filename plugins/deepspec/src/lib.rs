@@ -11,7 +11,7 @@ use std::rc::Rc;
 
 use plugin_api::block::BlockRows;
 use plugin_api::{
-    Checkpoint, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Target, TargetFacts,
+    Checkpoint, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Shared, Target, TargetFacts,
     export_plugin,
 };
 
@@ -22,7 +22,7 @@ use settings::Settings;
 pub struct DeepSpec {
     checkpoint: Rc<Checkpoint>,
     settings: Settings,
-    model: Option<Rc<DSpark>>,
+    model: Shared<DSpark>,
 }
 
 impl Drafter for DeepSpec {
@@ -36,7 +36,7 @@ impl Drafter for DeepSpec {
         Ok(Self {
             checkpoint: Rc::new(checkpoint),
             settings,
-            model: None,
+            model: Shared::default(),
         })
     }
 
@@ -64,14 +64,9 @@ impl Drafter for DeepSpec {
         facts: &TargetFacts,
         rows: &[RowSpec],
     ) -> Result<Self::Rows> {
-        let model = match &self.model {
-            Some(model) => model.clone(),
-            None => {
-                let (checkpoint, settings) = (&self.checkpoint, &self.settings);
-                let model = Rc::new(DSpark::load(checkpoint, settings, target, facts.dtype)?);
-                self.model.insert(model).clone()
-            }
-        };
+        let (checkpoint, settings) = (&self.checkpoint, &self.settings);
+        let load = || DSpark::load(checkpoint, settings, target, facts.dtype).map(Rc::new);
+        let model = self.model.get_or_load(load)?;
         Ok(BlockRows::new(model, rows))
     }
 }

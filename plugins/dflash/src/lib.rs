@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use plugin_api::block::{BlockDrafter, BlockRows};
 use plugin_api::{
-    Checkpoint, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Target, TargetFacts,
+    Checkpoint, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Shared, Target, TargetFacts,
     export_plugin,
 };
 
@@ -20,7 +20,7 @@ use snapshot::Snapshot;
 pub struct DFlash {
     checkpoint: Rc<Checkpoint>,
     format: Format,
-    model: Option<Rc<dyn BlockDrafter>>,
+    model: Shared<dyn BlockDrafter>,
 }
 
 enum Format {
@@ -46,7 +46,7 @@ impl Drafter for DFlash {
         Ok(Self {
             checkpoint: Rc::new(checkpoint),
             format,
-            model: None,
+            model: Shared::default(),
         })
     }
 
@@ -80,21 +80,17 @@ impl Drafter for DFlash {
         facts: &TargetFacts,
         rows: &[RowSpec],
     ) -> Result<Self::Rows> {
-        let model = match &self.model {
-            Some(model) => model.clone(),
-            None => {
-                let checkpoint = &self.checkpoint;
-                let model: Rc<dyn BlockDrafter> = match &self.format {
-                    Format::Published(settings) => {
-                        Rc::new(Published::load(checkpoint, settings, target, facts.dtype)?)
-                    }
-                    Format::Snapshot(settings) => {
-                        Rc::new(Snapshot::load(checkpoint, settings, target, facts.dtype)?)
-                    }
-                };
-                self.model.insert(model).clone()
-            }
-        };
+        let (checkpoint, dtype) = (&self.checkpoint, facts.dtype);
+        let model = self.model.get_or_load(|| {
+            Ok(match &self.format {
+                Format::Published(settings) => {
+                    Rc::new(Published::load(checkpoint, settings, target, dtype)?)
+                }
+                Format::Snapshot(settings) => {
+                    Rc::new(Snapshot::load(checkpoint, settings, target, dtype)?)
+                }
+            })
+        })?;
         Ok(BlockRows::new(model, rows))
     }
 }

@@ -13,8 +13,8 @@ use std::rc::Rc;
 
 use plugin_api::layers::GemmaKind;
 use plugin_api::{
-    Checkpoint, DonorFacts, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Tap, Target,
-    TargetFacts, export_plugin,
+    Checkpoint, DonorFacts, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Shared, Tap,
+    Target, TargetFacts, export_plugin,
 };
 
 use model::Assistant;
@@ -25,7 +25,7 @@ use settings::Settings;
 pub struct GemmaAssistant {
     checkpoint: Rc<Checkpoint>,
     settings: Settings,
-    model: Option<Rc<Assistant>>,
+    model: Shared<Assistant>,
 }
 
 impl Drafter for GemmaAssistant {
@@ -40,7 +40,7 @@ impl Drafter for GemmaAssistant {
         Ok(Self {
             checkpoint: Rc::new(checkpoint),
             settings,
-            model: None,
+            model: Shared::default(),
         })
     }
 
@@ -96,15 +96,9 @@ impl Drafter for GemmaAssistant {
         facts: &TargetFacts,
         rows: &[RowSpec],
     ) -> Result<Self::Rows> {
-        let model = match &self.model {
-            Some(model) => model.clone(),
-            None => {
-                let (checkpoint, settings) = (&self.checkpoint, &self.settings);
-                let model = Rc::new(Assistant::load(checkpoint, settings, target, facts.dtype)?);
-                self.model = Some(model.clone());
-                model
-            }
-        };
+        let (checkpoint, settings) = (&self.checkpoint, &self.settings);
+        let load = || Assistant::load(checkpoint, settings, target, facts.dtype).map(Rc::new);
+        let model = self.model.get_or_load(load)?;
         Ok(AssistantRows::new(model, rows))
     }
 }

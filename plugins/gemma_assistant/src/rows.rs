@@ -3,7 +3,9 @@
 use std::rc::Rc;
 
 use plugin_api::sampling::Sampling;
-use plugin_api::{Advance, DType, DraftRequest, DraftRows, Drafts, Error, Result, RowSpec, Tensor};
+use plugin_api::{
+    Advance, DraftRequest, DraftRows, Drafts, Error, LastHidden, Result, RowSpec, Tensor, kept_rows,
+};
 
 use crate::model::Assistant;
 
@@ -11,8 +13,8 @@ use crate::model::Assistant;
 pub struct AssistantRows {
     model: Rc<Assistant>,
     sampling: Vec<Sampling>,
-    /// `[B, 1, backbone]`, after the target's final norm.
-    last: Option<Tensor>,
+    /// After the target's final norm.
+    last: LastHidden,
     has_drafted: bool,
 }
 
@@ -21,7 +23,7 @@ impl AssistantRows {
         Self {
             model,
             sampling: rows.iter().map(|row| row.sampling).collect(),
-            last: None,
+            last: LastHidden::default(),
             has_drafted: false,
         }
     }
@@ -40,16 +42,8 @@ impl AssistantRows {
             .taps
             .first()
             .ok_or_else(|| Error::failed("the target's hidden did not come with the tokens"))?;
-        let ends: Vec<i32> = lens.iter().map(|len| (len - 1).max(0)).collect();
-        let mut last = hidden.columns(&ends, 1)?;
-        if let Some(before) = self.last.as_ref().filter(|_| lens.contains(&0)) {
-            // A row without news keeps its place.
-            let moved: Vec<i32> = lens.iter().map(|&len| i32::from(len > 0)).collect();
-            let moved = Tensor::from_slice(&moved, &[lens.len() as i32, 1, 1])?;
-            last = last.select(&moved.astype(DType::BOOL)?, before)?;
-        }
-        Tensor::start_all(&[&last])?;
-        self.last = Some(last);
+        self.last.follow(hidden, &lens)?;
+        Tensor::start_all(&self.last.tensors().collect::<Vec<_>>())?;
         Ok(())
     }
 }
@@ -60,10 +54,7 @@ impl DraftRows for AssistantRows {
     }
 
     fn draft(&mut self, request: &DraftRequest<'_>) -> Result<Drafts> {
-        let mut hidden = self
-            .last
-            .clone()
-            .ok_or_else(|| Error::failed("drafting before the prompt"))?;
+        let mut hidden = self.last.get()?.clone();
         let mut keys = self.model.keys(&request.donors, !self.has_drafted)?;
         self.has_drafted = true;
         let processed: Vec<i32> = request.positions.iter().map(|p| *p as i32 - 1).collect();
@@ -94,24 +85,13 @@ impl DraftRows for AssistantRows {
     }
 
     fn filter_rows(&mut self, keep: &[usize]) -> Result<()> {
-        if keep.iter().any(|&row| row >= self.sampling.len()) {
-            return Err(Error::failed("a row that does not exist cannot be kept"));
-        }
-        if let Some(last) = &self.last {
-            let rows: Vec<i32> = keep.iter().map(|&row| row as i32).collect();
-            let rows = Tensor::from_slice(&rows, &[rows.len() as i32])?;
-            self.last = Some(last.take(&rows, 0)?);
-        }
+        self.last.filter(&kept_rows(keep, self.sampling.len())?)?;
         self.sampling = keep.iter().map(|&row| self.sampling[row]).collect();
         Ok(())
     }
 
     fn append(&mut self, other: Self) -> Result<()> {
-        self.last = match (&self.last, &other.last) {
-            (Some(a), Some(b)) => Some(Tensor::concat(&[a, b], 0)?),
-            (None, None) => None,
-            _ => return Err(Error::failed("only prefilled rows can join prefilled rows")),
-        };
+        self.last = self.last.joined(&other.last)?;
         self.sampling.extend(other.sampling);
         Ok(())
     }

@@ -12,7 +12,7 @@ mod settings;
 use std::rc::Rc;
 
 use plugin_api::{
-    Checkpoint, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Target, TargetFacts,
+    Checkpoint, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Shared, Target, TargetFacts,
     export_plugin,
 };
 
@@ -24,7 +24,7 @@ use settings::Settings;
 pub struct QwenMtp {
     checkpoint: Rc<Checkpoint>,
     settings: Settings,
-    head: Option<Rc<Head>>,
+    head: Shared<Head>,
 }
 
 impl Drafter for QwenMtp {
@@ -38,7 +38,7 @@ impl Drafter for QwenMtp {
         Ok(Self {
             checkpoint: Rc::new(checkpoint),
             settings,
-            head: None,
+            head: Shared::default(),
         })
     }
 
@@ -69,19 +69,9 @@ impl Drafter for QwenMtp {
         facts: &TargetFacts,
         rows: &[RowSpec],
     ) -> Result<Self::Rows> {
-        let head = match &self.head {
-            Some(head) => head.clone(),
-            None => {
-                let head = Rc::new(Head::load(
-                    &self.checkpoint,
-                    &self.settings,
-                    target,
-                    facts.dtype,
-                )?);
-                self.head = Some(head.clone());
-                head
-            }
-        };
+        let (checkpoint, settings) = (&self.checkpoint, &self.settings);
+        let load = || Head::load(checkpoint, settings, target, facts.dtype).map(Rc::new);
+        let head = self.head.get_or_load(load)?;
         Ok(MtpRows::new(head, self.settings.commit, rows))
     }
 }

@@ -4,7 +4,9 @@ use std::rc::Rc;
 
 use plugin_api::layers::{LayerCache, Step};
 use plugin_api::sampling::Sampling;
-use plugin_api::{Advance, DraftRequest, DraftRows, Drafts, Error, Result, RowSpec, Tensor};
+use plugin_api::{
+    Advance, DraftRequest, DraftRows, Drafts, Error, LastHidden, Result, RowSpec, Tensor, kept_rows,
+};
 
 use crate::head::Head;
 use crate::settings::Commit;
@@ -19,8 +21,8 @@ pub struct MtpRows {
     lens: Vec<i32>,
     /// Rows after those that the last draft wrote, the same number for everyone.
     drafted: i32,
-    /// The head's output at the last processed token, `[B, 1, hidden]`: it gives the first draft.
-    last: Option<Tensor>,
+    /// The head's output there: it gives the first draft.
+    last: LastHidden,
 }
 
 impl MtpRows {
@@ -32,7 +34,7 @@ impl MtpRows {
             sampling: rows.iter().map(|row| row.sampling).collect(),
             lens: vec![0; rows.len()],
             drafted: 0,
-            last: None,
+            last: LastHidden::default(),
         }
     }
 
@@ -68,17 +70,9 @@ impl MtpRows {
         let out = self
             .head
             .forward(&tokens, &hidden, &step, &mut self.cache)?;
-        let ends: Vec<i32> = news.iter().map(|&new| (new - 1).max(0)).collect();
-        let mut last = out.columns(&ends, 1)?;
-        if let Some(before) = self.last.as_ref().filter(|_| news.contains(&0)) {
-            // A row without news keeps its place.
-            let moved: Vec<i32> = news.iter().map(|&new| i32::from(new > 0)).collect();
-            let moved = Tensor::from_slice(&moved, &[rows, 1, 1])?;
-            last = last.select(&moved.astype(plugin_api::DType::BOOL)?, before)?;
-        }
-        let state: Vec<&Tensor> = self.cache.tensors().into_iter().chain([&last]).collect();
-        Tensor::start_all(&state)?;
-        self.last = Some(last);
+        self.last.follow(&out, &news)?;
+        let state = self.cache.tensors().into_iter().chain(self.last.tensors());
+        Tensor::start_all(&state.collect::<Vec<_>>())?;
         for (len, row) in self.lens.iter_mut().zip(&advance.rows) {
             *len += row.tokens.len() as i32;
         }
@@ -93,10 +87,7 @@ impl DraftRows for MtpRows {
     }
 
     fn draft(&mut self, request: &DraftRequest<'_>) -> Result<Drafts> {
-        let mut hidden = self
-            .last
-            .clone()
-            .ok_or_else(|| Error::failed("drafting before the prompt"))?;
+        let mut hidden = self.last.get()?.clone();
         let depth = request.max_depth() as i32;
         let ones = vec![1; self.lens.len()];
         let mut ids: Vec<Tensor> = Vec::with_capacity(depth as usize);
@@ -136,15 +127,9 @@ impl DraftRows for MtpRows {
     }
 
     fn filter_rows(&mut self, keep: &[usize]) -> Result<()> {
-        if keep.iter().any(|&row| row >= self.lens.len()) {
-            return Err(Error::failed("a row that does not exist cannot be kept"));
-        }
-        let rows: Vec<i32> = keep.iter().map(|&row| row as i32).collect();
-        let rows = Tensor::from_slice(&rows, &[rows.len() as i32])?;
+        let rows = kept_rows(keep, self.lens.len())?;
         self.cache.filter(&rows)?;
-        if let Some(last) = &self.last {
-            self.last = Some(last.take(&rows, 0)?);
-        }
+        self.last.filter(&rows)?;
         self.lens = keep.iter().map(|&row| self.lens[row]).collect();
         self.sampling = keep.iter().map(|&row| self.sampling[row]).collect();
         Ok(())
@@ -152,11 +137,7 @@ impl DraftRows for MtpRows {
 
     fn append(&mut self, other: Self) -> Result<()> {
         let cache = self.cache.joined(&other.cache)?;
-        let last = match (&self.last, &other.last) {
-            (Some(a), Some(b)) => Some(Tensor::concat(&[a, b], 0)?),
-            (None, None) => None,
-            _ => return Err(Error::failed("only prefilled rows can join prefilled rows")),
-        };
+        let last = self.last.joined(&other.last)?;
         self.cache = cache;
         self.last = last;
         self.lens.extend(other.lens);
