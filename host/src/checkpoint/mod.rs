@@ -11,6 +11,7 @@
 pub mod gguf;
 mod safetensors;
 mod tensor;
+mod write;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -24,9 +25,14 @@ use serde_json::Value;
 use crate::error::LoadError;
 use tensor::Contents;
 pub use tensor::{Bytes, DType, TensorData};
+pub use write::{TensorSpec, Writer};
 
 /// `config.json` is a few kilobytes; more than this is not one.
 const MAX_CONFIG: u64 = 16 << 20;
+/// What a config may be called, by preference.
+const CONFIGS: [&str; 2] = ["config.json", "dspark.json"];
+/// There is one, mostly.
+const MAX_ARCHITECTURES: usize = 8;
 /// Characters of a name that a message shows.
 const MAX_QUOTED: usize = 120;
 
@@ -111,6 +117,21 @@ impl Checkpoint {
         &self.config
     }
 
+    /// What the config says this is, the most telling first: architectures, then `model_type`, then the
+    /// `kind` of a DSpark snapshot.
+    pub fn families(&self) -> Vec<&str> {
+        let text = |key: &str| self.config.get(key).and_then(Value::as_str);
+        let architectures = self.config.get("architectures").and_then(Value::as_array);
+        let architectures = architectures.into_iter().flatten();
+        architectures
+            .filter_map(Value::as_str)
+            .take(MAX_ARCHITECTURES)
+            .chain(text("model_type"))
+            .chain(text("kind"))
+            .filter(|family| !family.is_empty())
+            .collect()
+    }
+
     /// The names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
@@ -172,7 +193,7 @@ impl Entry {
 
 /// Text from a file, for a message: quoted, with control characters escaped, and cut where it is longer
 /// than any real name (a hostile file could have megabytes of it).
-struct Quoted<'a>(&'a str);
+pub(crate) struct Quoted<'a>(pub(crate) &'a str);
 
 impl fmt::Display for Quoted<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -188,13 +209,14 @@ fn has_extension(path: &Path, extension: &str) -> bool {
         .is_some_and(|e| e.eq_ignore_ascii_case(extension))
 }
 
-/// Reads `config.json` of `dir`.
+/// Reads `config.json` of `dir`, or the file that DSpark snapshots have instead.
 fn read_config(dir: &Path) -> Result<Value, LoadError> {
-    let path = dir.join("config.json");
-    match read_json_object(&path, MAX_CONFIG)? {
-        Some(config) => Ok(config),
-        None => Err(no_config(dir)),
+    for file in CONFIGS {
+        if let Some(config) = read_json_object(&dir.join(file), MAX_CONFIG)? {
+            return Ok(config);
+        }
     }
+    Err(no_config(dir))
 }
 
 /// A directory without config.json: say what would have been right, most of all when it is near at hand.
