@@ -3,6 +3,7 @@
 
 pub mod backend;
 pub mod checkpoint;
+pub mod drafter;
 pub mod engine;
 mod error;
 pub mod kernels;

@@ -20,6 +20,11 @@ impl Copy {
         Self(dir)
     }
 
+    /// An empty directory, to be filled.
+    pub fn empty() -> Self {
+        Self(tempfile::tempdir().expect("a temporary directory"))
+    }
+
     /// The directory.
     pub fn path(&self) -> &Path {
         self.0.path()

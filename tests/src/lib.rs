@@ -1,6 +1,7 @@
 //! What the tests share: where things are, and how to run them.
 
 pub mod decoding;
+pub mod derived;
 pub mod gguf;
 pub mod tensors;
 
@@ -24,9 +25,15 @@ pub fn fixture(path: &str) -> PathBuf {
         .join(path)
 }
 
-/// A checkpoint of `tests/fixtures/oracle`.
+/// A checkpoint of `tests/fixtures/oracle`, or one that follows from those.
 pub fn checkpoint(name: &str) -> PathBuf {
-    fixture("oracle/ckpt").join(name)
+    derived::find(name).unwrap_or_else(|| fixture("oracle/ckpt").join(name))
+}
+
+/// The checkpoint that a golden names as its `target` or `drafter`.
+pub fn checkpoint_of(golden: &Value, key: &str) -> PathBuf {
+    let path = golden[key].as_str().expect(key);
+    checkpoint(path.strip_prefix("ckpt/").expect("a checkpoint"))
 }
 
 /// A JSON fixture.
@@ -50,7 +57,7 @@ pub fn id_list(ids: &[i32]) -> String {
 }
 
 /// Where cargo puts what it builds in this profile.
-fn target_dir() -> PathBuf {
+pub(crate) fn target_dir() -> PathBuf {
     let exe = std::env::current_exe().expect("the test's own path");
     let deps = exe.parent().expect("deps");
     deps.parent().expect("the profile's directory").to_owned()

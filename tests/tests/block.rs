@@ -16,7 +16,8 @@ fn golden(name: &str) -> Value {
 /// A checkpoint that a golden names. One of its targets has a twin here in another layout.
 fn named(golden: &Value, key: &str) -> PathBuf {
     let path = golden[key].as_str().expect(key);
-    fixture("oracle").join(path.replace("gemma4-31b-text", "gemma4-31b"))
+    let name = path.trim_start_matches("ckpt/");
+    checkpoint(&name.replace("gemma4-31b-text", "gemma4-31b"))
 }
 
 fn at_depth(prompt: &[i32], max_tokens: usize, depth: usize) -> Request {

@@ -9,7 +9,9 @@ use serde_json::Value;
 
 use mlxhost_tests::gguf::{self, Kind};
 use mlxhost_tests::tensors::{self, Tensors, difference};
-use mlxhost_tests::{checkpoint, fixture, id_list, ids, json, plugin, run, run_json};
+use mlxhost_tests::{
+    checkpoint, checkpoint_of, fixture, id_list, ids, json, plugin, run, run_json,
+};
 
 /// Peers differ by up to 6e-5 on these checkpoints.
 const TOLERANCE: f32 = 2e-4;
@@ -70,10 +72,15 @@ fn generate(model: &Path, prompt: &[i32], max_tokens: usize, more: &[&str]) -> V
 
 /// A target against its golden: all cases.
 fn agrees_with_peers(name: &str) {
+    agrees_with_peers_on(name, name);
+}
+
+/// A target against the golden of a checkpoint that says the same.
+fn agrees_with_peers_on(name: &str, like: &str) {
     let model = checkpoint(name);
     let (golden, tensors) = (
-        golden(&format!("target-{name}")),
-        golden_tensors(&format!("target-{name}")),
+        golden(&format!("target-{like}")),
+        golden_tensors(&format!("target-{like}")),
     );
     for (case, expected) in golden["cases"].as_object().expect("cases") {
         let prompt = ids(&expected["prompt"]);
@@ -148,7 +155,7 @@ fn quantized_qwen3_5_agrees_with_peers() {
 
 #[test]
 fn qwen3_5_as_published_agrees_with_peers() {
-    agrees_with_peers("qwen3_5-hf-f32");
+    agrees_with_peers_on("qwen3_5-hf-f32", "qwen3_5-f32");
 }
 
 /// The drafted ids and the accepted count of each round.
@@ -165,8 +172,10 @@ fn count(value: &Value) -> usize {
 /// The rounds of a drafter against those of mlx-vlm.
 fn drafts_like_mlx_vlm(name: &str, plugin_name: &str, option: &str) {
     let golden = golden(name);
-    let oracle = |key: &str| fixture("oracle").join(golden[key].as_str().expect(key));
-    let (target, head) = (oracle("target"), oracle("drafter"));
+    let (target, head) = (
+        checkpoint_of(&golden, "target"),
+        checkpoint_of(&golden, "drafter"),
+    );
     let plugin = plugin(plugin_name);
     let depth = count(&golden["draft_block_size"]) - 1;
     for run in ["A", "C"] {
@@ -295,7 +304,7 @@ fn the_quantized_head_on_a_quantized_target_drafts_like_mlx_vlm() {
 fn the_head_inside_a_published_checkpoint_drafts_like_the_separate_one() {
     let model = checkpoint("qwen3_5-hf-f32");
     let (plugin, head) = (plugin("qwen_mtp"), checkpoint("qwen3_5_mtp-f32"));
-    let prompt = ids(&golden("target-qwen3_5-hf-f32")["cases"]["A"]["prompt"]);
+    let prompt = ids(&golden("target-qwen3_5-f32")["cases"]["A"]["prompt"]);
     for commit in ["commit=keep", "commit=recompute"] {
         let options = [
             "--plugin",

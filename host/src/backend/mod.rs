@@ -11,6 +11,7 @@ mod kernels;
 mod native;
 mod ops;
 mod project;
+mod quantize;
 mod weights;
 
 use std::sync::Once;
@@ -22,6 +23,7 @@ use plugin_api::abi::{HostApi, HostApiRef, LogLevel};
 
 pub(crate) use handle::fail_with;
 pub use native::with_mlx_kernels;
+pub use quantize::{Affine, bytes_of};
 pub use weights::{on_weights_read, share_checkpoint};
 
 /// The table and its owner.

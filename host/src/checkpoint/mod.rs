@@ -11,6 +11,7 @@
 pub mod gguf;
 mod safetensors;
 mod tensor;
+mod write;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -24,6 +25,7 @@ use serde_json::Value;
 use crate::error::LoadError;
 use tensor::Contents;
 pub use tensor::{Bytes, DType, TensorData};
+pub use write::{TensorSpec, Writer};
 
 /// `config.json` is a few kilobytes; more than this is not one.
 const MAX_CONFIG: u64 = 16 << 20;
@@ -196,7 +198,7 @@ impl Entry {
 
 /// Text from a file, for a message: quoted, with control characters escaped, and cut where it is longer
 /// than any real name (a hostile file could have megabytes of it).
-struct Quoted<'a>(&'a str);
+pub(crate) struct Quoted<'a>(pub(crate) &'a str);
 
 impl fmt::Display for Quoted<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, Subcommand};
 use mlxhost::kernels::{self, pool};
 
@@ -15,6 +16,8 @@ Examples:
       The prompt from standard input, decoded without drafts.
   mlxhost plugins inspect plugins/ngram.so
       What a plugin is, without running it.
+  mlxhost drafter split --from Qwen3.5-0.8B --out qwen3.5-0.8b-mtp --bits 4
+      The drafter inside a full checkpoint, as a small directory of its own.
 
 A model is a directory with config.json and safetensors, or a GGUF file. A plugin never changes what
 the model says, only how fast.";
@@ -37,6 +40,8 @@ pub enum Command {
     Eval(EvalArgs),
     /// Look at plugins.
     Plugins(PluginsArgs),
+    /// Look at drafters, and take them out of full checkpoints.
+    Drafter(DrafterArgs),
 }
 
 #[derive(clap::Args)]
@@ -222,6 +227,78 @@ pub enum PluginsCommand {
 }
 
 #[derive(clap::Args)]
+pub struct DrafterArgs {
+    #[command(subcommand)]
+    pub command: DrafterCommand,
+}
+
+#[derive(Subcommand)]
+pub enum DrafterCommand {
+    /// Take the prediction head out of a full Qwen3.5 checkpoint, into a directory of its own.
+    #[command(after_help = SPLIT_HELP)]
+    Split(SplitArgs),
+    /// Say what drafter a directory holds, for which target, and which plugin serves it.
+    #[command(after_help = INSPECT_HELP)]
+    Inspect {
+        /// A drafter, or a checkpoint with one inside.
+        path: PathBuf,
+        #[command(flatten)]
+        paths: PluginPaths,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+const SPLIT_HELP: &str = "\
+Published Qwen3.5 checkpoints have a drafter inside: the tensors mtp.*, which conversion for MLX strips.
+Split off, it serves any conversion of the same model, quantized or not:
+  mlxhost drafter split --from Qwen3.5-0.8B --out qwen3.5-0.8b-mtp --bits 4
+  mlxhost --plugin plugins/qwen_mtp.so --model qwen3.5-0.8b-4bit --drafter qwen3.5-0.8b-mtp
+
+The directory appears complete or not at all. A tensor at a time is in memory. Its format, qwen3_5_mtp, is
+that of mlx-vlm.";
+
+const INSPECT_HELP: &str = "\
+Reads configs and the headers of weight files. No plugin is run; those at hand are named.";
+
+#[derive(clap::Args)]
+pub struct SplitArgs {
+    /// The full checkpoint: a directory with config.json and safetensors.
+    #[arg(long, value_name = "DIR")]
+    pub from: PathBuf,
+    /// The directory to make. It must not exist, or be empty.
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Quantize matrices to 2, 3, 4, 5, 6 or 8 bits [default: they stay as they are].
+    #[arg(long, value_name = "N", value_parser = one_of(&["2", "3", "4", "5", "6", "8"]))]
+    pub bits: Option<u8>,
+    /// Weights that share a scale: 32, 64 or 128.
+    #[arg(
+        long,
+        value_name = "N",
+        requires = "bits",
+        default_value = "64",
+        value_parser = one_of(&["32", "64", "128"])
+    )]
+    pub group_size: u8,
+    /// How the checkpoint stores the head's norms [default: as its structure says].
+    #[arg(long, value_name = "HOW")]
+    pub norms: Option<StoredNorms>,
+    /// Replace a head that was split off before.
+    #[arg(long)]
+    pub force: bool,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+pub enum StoredNorms {
+    /// Minus one, as Qwen3.5 is published.
+    MinusOne,
+    /// As they are used, as after a conversion.
+    AsUsed,
+}
+
+#[derive(clap::Args)]
 pub struct PluginPaths {
     /// A plugin's library. Repeatable; the first that serves the drafter is used.
     #[arg(long, value_name = "PATH", help_heading = "Plugins")]
@@ -236,6 +313,11 @@ fn probability(text: &str) -> Result<f32, String> {
         Ok(p) if (0.0..=1.0).contains(&p) => Ok(p),
         _ => Err("expected a number from 0 to 1".to_owned()),
     }
+}
+
+/// One of a few numbers.
+fn one_of(values: &'static [&'static str]) -> impl TypedValueParser<Value = u8> {
+    PossibleValuesParser::new(values).try_map(|text| text.parse::<u8>())
 }
 
 fn key_value(text: &str) -> Result<(String, String), String> {

@@ -54,18 +54,12 @@ pub fn load(args: &GenerateArgs) -> Result<Loaded, CliError> {
         costs: drafter.as_ref().and_then(|drafter| costs(&model, drafter)),
         drafter,
     };
-    let bar = loading_bar(bytes);
+    let progress = Progress::new("loading", bytes);
     let engine = Engine::start(config, {
-        let bar = bar.clone();
-        let started = Instant::now();
-        move |bytes| {
-            bar.inc(bytes);
-            if started.elapsed() > PATIENCE && bar.is_hidden() {
-                bar.set_draw_target(ProgressDrawTarget::stderr());
-            }
-        }
+        let progress = progress.clone();
+        move |bytes| progress.add(bytes)
     });
-    bar.finish_and_clear();
+    progress.end();
     Ok(Loaded {
         engine: engine?,
         tokenizer,
@@ -98,12 +92,36 @@ fn costs(model: &Path, drafter: &DrafterSource) -> Option<PathBuf> {
     )
 }
 
-fn loading_bar(bytes: u64) -> ProgressBar {
-    // Hidden until the load has taken a while; on a pipe it stays hidden.
-    let bar = ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::hidden());
-    let style = ProgressStyle::with_template("loading {wide_bar} {bytes}/{total_bytes} {eta}");
-    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-    bar
+/// A bar over bytes, hidden until the work has taken a while; on a pipe it stays hidden.
+#[derive(Clone)]
+pub struct Progress {
+    bar: ProgressBar,
+    started: Instant,
+}
+
+impl Progress {
+    /// The bar begins with `verb`.
+    pub fn new(verb: &'static str, bytes: u64) -> Self {
+        let bar = ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::hidden());
+        let style = format!("{verb} {{wide_bar}} {{bytes}}/{{total_bytes}} {{eta}}");
+        let style = ProgressStyle::with_template(&style);
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        let started = Instant::now();
+        Self { bar, started }
+    }
+
+    /// More bytes are done.
+    pub fn add(&self, bytes: u64) {
+        self.bar.inc(bytes);
+        if self.started.elapsed() > PATIENCE && self.bar.is_hidden() {
+            self.bar.set_draw_target(ProgressDrawTarget::stderr());
+        }
+    }
+
+    /// The bar goes away.
+    pub fn end(&self) {
+        self.bar.finish_and_clear();
+    }
 }
 
 /// The plugins that the user's paths hold.

@@ -3,6 +3,7 @@
 mod args;
 mod bench;
 mod chat;
+mod drafter;
 mod error;
 mod eval;
 mod generate;
@@ -28,6 +29,7 @@ pub fn main() -> ExitCode {
         Some(Command::Bench(bench)) => bench::run(bench),
         Some(Command::Eval(eval)) => eval::run(eval),
         Some(Command::Plugins(plugins)) => plugins::run(plugins),
+        Some(Command::Drafter(drafter)) => drafter::run(drafter),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

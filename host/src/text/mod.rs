@@ -42,7 +42,7 @@ pub enum TextError {
 const MAX_MESSAGE: usize = 300;
 
 /// `text` on one line, bounded, without control characters (it is shown on a terminal).
-pub(crate) fn one_line(text: &str) -> String {
+pub fn one_line(text: &str) -> String {
     let mut words = text.split_whitespace();
     let mut line = String::new();
     let mut left = MAX_MESSAGE;
