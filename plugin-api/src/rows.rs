@@ -53,12 +53,10 @@ impl LastHidden {
         Ok(())
     }
 
-    /// Keeps the given rows: `[n]` i32.
-    pub fn filter(&mut self, keep: &Tensor) -> Result<()> {
-        if let Some(last) = &self.0 {
-            self.0 = Some(last.take(keep, 0)?);
-        }
-        Ok(())
+    /// The given rows alone, `[n]` i32; `self` does not change.
+    pub fn filtered(&self, keep: &Tensor) -> Result<Self> {
+        let last = self.0.as_ref().map(|last| last.take(keep, 0));
+        Ok(Self(last.transpose()?))
     }
 
     /// The rows of `self`, then those of `other`; neither changes.

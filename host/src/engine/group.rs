@@ -200,9 +200,8 @@ impl Group {
         if !keep.is_empty() {
             let rows: Vec<i32> = keep.iter().map(|&row| row as i32).collect();
             let rows = Tensor::from_slice(&rows, &[rows.len() as i32])?;
-            for cache in &mut self.caches {
-                cache.filter(&rows)?;
-            }
+            let caches = self.caches.iter().map(|cache| cache.filtered(&rows));
+            self.caches = caches.collect::<Result<_>>()?;
         }
         let plugin = self.drafting.plugin().map(str::to_owned);
         let rows = std::mem::take(&mut self.rows);

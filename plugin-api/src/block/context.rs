@@ -152,14 +152,14 @@ impl Context {
 }
 
 impl ContextRows {
-    /// Keeps the given rows, strictly ascending.
-    pub fn filter(&mut self, keep: &[usize]) -> Result<()> {
+    /// The given rows alone, strictly ascending; `self` does not change.
+    pub fn filtered(&self, keep: &[usize]) -> Result<Self> {
         let rows = kept_rows(keep, self.lens.len())?;
-        for cache in &mut self.caches {
-            cache.filter(&rows)?;
-        }
-        self.lens = keep.iter().map(|&row| self.lens[row]).collect();
-        Ok(())
+        let caches = self.caches.iter().map(|cache| cache.filtered(&rows));
+        Ok(Self {
+            caches: caches.collect::<Result<_>>()?,
+            lens: keep.iter().map(|&row| self.lens[row]).collect(),
+        })
     }
 
     /// The rows of `self`, then those of `other`; neither changes.

@@ -96,7 +96,7 @@ impl<D: BlockDrafter + ?Sized> DraftRows for BlockRows<D> {
     }
 
     fn filter_rows(&mut self, keep: &[usize]) -> Result<()> {
-        self.context.filter(keep)?;
+        self.context = self.context.filtered(keep)?;
         self.sampling = keep.iter().map(|&row| self.sampling[row]).collect();
         Ok(())
     }

@@ -164,12 +164,16 @@ impl KvCache {
         Ok((grow(keys, wanted)?, grow(values, wanted)?))
     }
 
-    /// Keeps the given rows.
-    pub fn filter(&mut self, keep: &Tensor) -> Result<()> {
-        if let Some((keys, values)) = &self.buffers {
-            self.buffers = Some((keys.take(keep, 0)?, values.take(keep, 0)?));
-        }
-        Ok(())
+    /// The given rows alone; `self` does not change.
+    pub fn filtered(&self, keep: &Tensor) -> Result<Self> {
+        let buffers = match &self.buffers {
+            Some((keys, values)) => Some((keys.take(keep, 0)?, values.take(keep, 0)?)),
+            None => None,
+        };
+        Ok(Self {
+            buffers,
+            window: self.window,
+        })
     }
 
     /// The rows of `self`, then those of `other`; neither changes.
@@ -239,15 +243,19 @@ impl DeltaCache {
         Ok(())
     }
 
-    /// Keeps the given rows.
-    pub fn filter(&mut self, keep: &Tensor) -> Result<()> {
-        if let Some(state) = &self.state {
-            self.state = Some(DeltaState {
+    /// The given rows alone; `self` does not change. Only between passes.
+    pub fn filtered(&self, keep: &Tensor) -> Result<Self> {
+        let state = match &self.state {
+            Some(state) => Some(DeltaState {
                 conv: state.conv.take(keep, 0)?,
                 recurrent: state.recurrent.take(keep, 0)?,
-            });
-        }
-        Ok(())
+            }),
+            None => None,
+        };
+        Ok(Self {
+            state,
+            pending: None,
+        })
     }
 
     /// The rows of `self`, then those of `other`; neither changes. Only between passes.
@@ -290,12 +298,13 @@ impl LayerCache {
         }
     }
 
-    /// Keeps the given rows: `[n]` i32.
-    pub fn filter(&mut self, keep: &Tensor) -> Result<()> {
+    /// The given rows alone, `[n]` i32; `self` does not change, so that a change of many caches can be
+    /// prepared in full before any is put in place.
+    pub fn filtered(&self, keep: &Tensor) -> Result<Self> {
         debug_assert_eq!(keep.dtype(), DType::I32);
         match self {
-            Self::Kv(cache) => cache.filter(keep),
-            Self::Delta(cache) => cache.filter(keep),
+            Self::Kv(cache) => cache.filtered(keep).map(Self::Kv),
+            Self::Delta(cache) => cache.filtered(keep).map(Self::Delta),
         }
     }
 

@@ -85,7 +85,8 @@ impl DraftRows for AssistantRows {
     }
 
     fn filter_rows(&mut self, keep: &[usize]) -> Result<()> {
-        self.last.filter(&kept_rows(keep, self.sampling.len())?)?;
+        let rows = kept_rows(keep, self.sampling.len())?;
+        self.last = self.last.filtered(&rows)?;
         self.sampling = keep.iter().map(|&row| self.sampling[row]).collect();
         Ok(())
     }

@@ -128,8 +128,9 @@ impl DraftRows for MtpRows {
 
     fn filter_rows(&mut self, keep: &[usize]) -> Result<()> {
         let rows = kept_rows(keep, self.lens.len())?;
-        self.cache.filter(&rows)?;
-        self.last.filter(&rows)?;
+        let cache = self.cache.filtered(&rows)?;
+        self.last = self.last.filtered(&rows)?;
+        self.cache = cache;
         self.lens = keep.iter().map(|&row| self.lens[row]).collect();
         self.sampling = keep.iter().map(|&row| self.sampling[row]).collect();
         Ok(())
