@@ -1,6 +1,6 @@
 //! Llama (and what shares its architecture under that `model_type`), safetensors and GGUF.
 
-use plugin_api::layers::{AttentionConfig, DecoderLayer, KvSource, Rope};
+use plugin_api::layers::{AttentionConfig, DecoderLayer, FeedForwardConfig, KvSource, Rope};
 use plugin_api::{Config, Result, Weights};
 
 use super::decoder::{Decoder, Layer, Sizes};
@@ -54,11 +54,11 @@ pub(super) fn dense(config: &Config, w: &Weights, qk_norm: bool) -> Result<Decod
         kv: KvSource::Own,
         v_norm: None,
     };
-    let intermediate = config.size("intermediate_size")?;
+    let mlp = FeedForwardConfig::Dense(config.size("intermediate_size")?);
     let layers = (0..config.size("num_hidden_layers")?)
         .map(|i| {
             let w = model.child("layers").child(i);
-            DecoderLayer::attention(&w, attention.clone(), intermediate, eps).map(Layer::Plain)
+            DecoderLayer::attention(&w, attention.clone(), mlp, eps).map(Layer::Plain)
         })
         .collect::<Result<_>>()?;
     let sizes = Sizes {

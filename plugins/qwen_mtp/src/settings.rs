@@ -1,6 +1,6 @@
 //! What the checkpoint's config and the user's options say.
 
-use plugin_api::layers::{AttentionConfig, KvSource, Rope};
+use plugin_api::layers::{AttentionConfig, FeedForwardConfig, KvSource, Rope};
 use plugin_api::{Checkpoint, Config, Options, Result, Tap};
 
 /// What happens to the cached rows of drafted tokens that were accepted.
@@ -18,7 +18,7 @@ pub struct Settings {
     pub inside_target: bool,
     pub hidden: i32,
     pub vocab: i32,
-    pub intermediate: i32,
+    pub mlp: FeedForwardConfig,
     pub eps: f32,
     pub attention: AttentionConfig,
     /// The depth it was made for.
@@ -34,9 +34,11 @@ impl Settings {
         let config = checkpoint.config()?;
         let inside_target = match config.str("model_type")? {
             "qwen3_5_mtp" => false,
-            "qwen3_5" | "qwen3_5_text" => true,
+            "qwen3_5" | "qwen3_5_text" | "qwen3_5_moe" | "qwen3_5_moe_text" => true,
             other => {
-                let problem = format!("is {other:?}; expected qwen3_5_mtp, or qwen3_5 with mtp.*");
+                let problem = format!(
+                    "is {other:?}; expected qwen3_5_mtp, or qwen3_5 or qwen3_5_moe with mtp.*"
+                );
                 return Err(config.error("model_type", problem));
             }
         };
@@ -93,7 +95,7 @@ impl Settings {
             inside_target,
             hidden,
             vocab: text.size("vocab_size")?,
-            intermediate: text.size("intermediate_size")?,
+            mlp: FeedForwardConfig::qwen(text)?,
             eps,
             attention: AttentionConfig {
                 hidden,
@@ -122,7 +124,7 @@ impl Settings {
 
     /// Refuses a checkpoint that lacks tensors, naming them.
     pub fn require_tensors(&self, checkpoint: &Checkpoint) -> Result<()> {
-        const NEEDED: [&str; 15] = [
+        const NEEDED: [&str; 12] = [
             "fc.weight",
             "pre_fc_norm_embedding.weight",
             "pre_fc_norm_hidden.weight",
@@ -135,12 +137,24 @@ impl Settings {
             "layers.0.self_attn.o_proj.weight",
             "layers.0.self_attn.q_norm.weight",
             "layers.0.self_attn.k_norm.weight",
-            "layers.0.mlp.gate_proj.weight",
-            "layers.0.mlp.up_proj.weight",
-            "layers.0.mlp.down_proj.weight",
         ];
-        let prefix = self.prefix();
-        checkpoint.require_tensors(NEEDED.map(|leaf| format!("{prefix}{leaf}")))
+        let mlp: &[&str] = match self.mlp {
+            FeedForwardConfig::Dense(_) => &[
+                "layers.0.mlp.gate_proj.weight",
+                "layers.0.mlp.up_proj.weight",
+                "layers.0.mlp.down_proj.weight",
+            ],
+            // The experts themselves come in several layouts.
+            FeedForwardConfig::Sparse { .. } => &[
+                "layers.0.mlp.gate.weight",
+                "layers.0.mlp.shared_expert_gate.weight",
+                "layers.0.mlp.shared_expert.gate_proj.weight",
+                "layers.0.mlp.shared_expert.up_proj.weight",
+                "layers.0.mlp.shared_expert.down_proj.weight",
+            ],
+        };
+        let (prefix, leaves) = (self.prefix(), NEEDED.iter().chain(mlp));
+        checkpoint.require_tensors(leaves.map(|leaf| format!("{prefix}{leaf}")))
     }
 }
 
