@@ -56,7 +56,7 @@ pub enum FeedForward {
     /// One block.
     Dense(Mlp),
     /// Experts and a shared block.
-    Sparse(SparseMlp),
+    Sparse(Box<SparseMlp>),
 }
 
 impl FeedForward {
@@ -65,7 +65,8 @@ impl FeedForward {
         match config {
             FeedForwardConfig::Dense(width) => Mlp::load(w, hidden, width).map(Self::Dense),
             FeedForwardConfig::Sparse { experts, shared } => {
-                SparseMlp::load(w, experts, shared).map(Self::Sparse)
+                let mlp = SparseMlp::load(w, experts, shared)?;
+                Ok(Self::Sparse(Box::new(mlp)))
             }
         }
     }

@@ -35,7 +35,7 @@ pub struct GemmaLayer {
     up: Linear,
     down: Linear,
     post_norm: RmsNorm,
-    mixture: Option<Mixture>,
+    mixture: Option<Box<Mixture>>,
     own_input: Option<OwnInput>,
     /// `layer_scalar`.
     factor: f32,
@@ -139,7 +139,7 @@ impl GemmaLayer {
             down: Linear::load(&mlp.child("down_proj"), intermediate, hidden)?,
             post_norm: norm("post_feedforward_layernorm")?,
             mixture: experts
-                .map(|config| Mixture::load(w, config, eps))
+                .map(|config| Mixture::load(w, config, eps).map(Box::new))
                 .transpose()?,
             own_input,
             factor: factor.first().copied().unwrap_or(1.0),
@@ -167,7 +167,7 @@ impl GemmaLayer {
             .flat_map(Linear::tensors)
             .chain(norms.flat_map(RmsNorm::tensors))
             .chain(self.attention.tensors())
-            .chain(self.mixture.iter().flat_map(Mixture::tensors))
+            .chain(self.mixture.iter().flat_map(|mixture| mixture.tensors()))
             .collect()
     }
 

@@ -194,12 +194,13 @@ impl Case {
             let mut x = x[row * width..][..width].to_vec();
             norm(&mut x, &self.norm);
             let mut sum = vec![0.0; width];
-            for slot in row * chosen..(row + 1) * chosen {
-                let expert = self.choice[slot].clamp(0, count - 1) as usize;
+            let slots = row * chosen..(row + 1) * chosen;
+            for (&id, weight) in self.choice[slots.clone()].iter().zip(&weights[slots]) {
+                let expert = id.clamp(0, count - 1) as usize;
                 let (gate, up) = (product(0, expert, inner, &x), product(1, expert, inner, &x));
                 let gated: Vec<_> = gate.iter().zip(&up).map(|(g, u)| open(*g) * u).collect();
                 for (sum, y) in sum.iter_mut().zip(product(2, expert, width, &gated)) {
-                    *sum += weights[slot] * y;
+                    *sum += weight * y;
                 }
             }
             norm(&mut sum, &self.post_norm);
@@ -378,7 +379,7 @@ fn experts_that_do_not_fit_are_refused() {
     let refused = |change: fn(&mut Case), says: &str| {
         let mut case = good();
         change(&mut case);
-        let error = case.run().err().expect(says);
+        let error = case.run().expect_err(says);
         assert!(error.contains(says), "{error}");
     };
     assert!(good().run().is_ok());
