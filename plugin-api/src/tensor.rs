@@ -440,6 +440,20 @@ impl Tensor {
         )
     }
 
+    /// The `k` largest scores along the last axis, as weights and indices; see [`crate::abi::HostApi`].
+    pub fn route(&self, k: i32, scale: Option<&Self>) -> Result<[Self; 2]> {
+        let scale = scale.map_or(RawTensor::NULL, |scale| scale.0);
+        let out = api().route()(self.0, k, scale);
+        if out.is_empty() {
+            return Err(op_error("route"));
+        }
+        let tensors = out.into_iter().map(|raw| Self::own("route", raw));
+        let tensors = tensors.collect::<Result<Vec<_>>>()?;
+        tensors
+            .try_into()
+            .map_err(|_| Error::failed("the host returned another number of tensors"))
+    }
+
     /// Root-mean-square norm over the last axis.
     pub fn rms_norm(&self, weight: Option<&Self>, eps: f32) -> Result<Self> {
         let weight = weight.map_or(RawTensor::NULL, |w| w.0);

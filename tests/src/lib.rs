@@ -144,6 +144,51 @@ pub fn run_json(args: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).expect("a JSON object")
 }
 
+/// A path as an argument.
+pub fn text(path: &Path) -> &str {
+    path.to_str().expect("a path in UTF-8")
+}
+
+/// What `mlxhost eval` writes.
+pub fn eval(model: &Path, prompt: &[i32], taps: &str) -> tensors::Tensors {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let out = dir.path().join("out.safetensors");
+    let prompt = id_list(prompt);
+    let mut args = vec![
+        "eval",
+        "--exact",
+        "--model",
+        text(model),
+        "--prompt-tokens",
+        &prompt,
+    ];
+    args.extend(["--out", text(&out)]);
+    if !taps.is_empty() {
+        args.extend(["--taps", taps]);
+    }
+    let output = run(&args);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{args:?}: {stderr}");
+    tensors::read(&out)
+}
+
+/// The answer in JSON to a prompt of ids, greedy and regardless of end tokens.
+pub fn generate(model: &Path, prompt: &[i32], max_tokens: usize, more: &[&str]) -> Value {
+    let (prompt, limit) = (id_list(prompt), max_tokens.to_string());
+    let args = [
+        "--model",
+        text(model),
+        "--prompt-tokens",
+        &prompt,
+        "--max-tokens",
+        &limit,
+        "--ignore-eos",
+        "--temperature",
+        "0",
+    ];
+    run_json(&[&args, more].concat())
+}
+
 /// Held by tests that run an engine in their own process: MLX has global state.
 pub fn engine_lock() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());

@@ -64,7 +64,7 @@ proptest! {
 
     #[test]
     fn no_number_in_a_config_makes_loading_panic(
-        base in prop::sample::select(vec!["llama-f32", "qwen3_5-f32", "qwen3-4bit-g32-f32"]),
+        base in prop::sample::select(vec!["llama-f32", "qwen3_5-f32", "qwen3-4bit-g32-f32", "qwen3_5-moe-1layer-f32", "gemma4-moe-1layer-f32"]),
         pick in any::<prop::sample::Index>(),
         value in prop::sample::select(vec![
             json!(-1), json!(0), json!(1), json!(3), json!(7), json!(63), json!(65), json!(1e300), json!(-0.5),

@@ -240,6 +240,11 @@ fn an_assistant_that_does_not_fit_is_refused_naming_both() {
             "rope_parameters",
         ),
         ("/backbone_hidden_size", Value::Null, "backbone_hidden_size"),
+        (
+            "/text_config/enable_moe_block",
+            json!(true),
+            "enable_moe_block",
+        ),
     ] {
         let drafter = Copy::of("gemma4_assistant-f32");
         let list = pointer.strip_suffix("/0");

@@ -215,7 +215,7 @@ fn a_gemma4_config_that_makes_no_sense_is_located() {
             "rope_parameters",
             vec![Value::Null, json!({}), json!({"full_attention": 3})],
         ),
-        ("enable_moe_block", vec![json!(true), json!(3)]),
+        ("enable_moe_block", vec![json!(true)]),
         ("hidden_activation", vec![json!("silu")]),
         ("per_layer_config", vec![json!({"3": {"head_dim": -1}})]),
     ] {

@@ -9,16 +9,10 @@ use serde_json::Value;
 
 use mlxhost_tests::gguf::{self, Kind};
 use mlxhost_tests::tensors::{self, Tensors, difference};
-use mlxhost_tests::{
-    checkpoint, checkpoint_of, fixture, id_list, ids, json, plugin, run, run_json,
-};
+use mlxhost_tests::{checkpoint, checkpoint_of, eval, fixture, generate, ids, json, plugin, text};
 
 /// Peers differ by up to 6e-5 on these checkpoints.
 const TOLERANCE: f32 = 2e-4;
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("a path in UTF-8")
-}
 
 fn golden(name: &str) -> Value {
     json(&fixture(&format!("oracle/goldens/{name}/golden.json")))
@@ -28,46 +22,6 @@ fn golden_tensors(name: &str) -> Tensors {
     tensors::read(&fixture(&format!(
         "oracle/goldens/{name}/tensors.safetensors"
     )))
-}
-
-/// What `mlxhost eval` writes.
-fn eval(model: &Path, prompt: &[i32], taps: &str) -> Tensors {
-    let dir = tempfile::tempdir().expect("a temporary directory");
-    let out = dir.path().join("out.safetensors");
-    let prompt = id_list(prompt);
-    let mut args = vec![
-        "eval",
-        "--exact",
-        "--model",
-        text(model),
-        "--prompt-tokens",
-        &prompt,
-    ];
-    args.extend(["--out", text(&out)]);
-    if !taps.is_empty() {
-        args.extend(["--taps", taps]);
-    }
-    let output = run(&args);
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{args:?}: {stderr}");
-    tensors::read(&out)
-}
-
-/// The answer in JSON to a prompt of ids, greedy and regardless of end tokens.
-fn generate(model: &Path, prompt: &[i32], max_tokens: usize, more: &[&str]) -> Value {
-    let (prompt, limit) = (id_list(prompt), max_tokens.to_string());
-    let args = [
-        "--model",
-        text(model),
-        "--prompt-tokens",
-        &prompt,
-        "--max-tokens",
-        &limit,
-        "--ignore-eos",
-        "--temperature",
-        "0",
-    ];
-    run_json(&[&args, more].concat())
 }
 
 /// A target against its golden: all cases.
@@ -156,6 +110,31 @@ fn quantized_qwen3_5_agrees_with_peers() {
 #[test]
 fn qwen3_5_as_published_agrees_with_peers() {
     agrees_with_peers_on("qwen3_5-hf-f32", "qwen3_5-f32");
+}
+
+/// A checkpoint that was cut to its first layer and some of its experts, against what that layer gave in the
+/// whole, in the columns that go through these experts.
+fn first_layer_agrees_with_peers(name: &str) {
+    let golden = golden(&format!("target-{name}"));
+    let tensors = golden_tensors(&format!("target-{name}"));
+    let case = &golden["cases"]["A"];
+    let mut tap = eval(&checkpoint(name), &ids(&case["prompt"]), "0")["tap.0"].clone();
+    let width = tap.shape[tap.shape.len() - 1];
+    let columns = ids(&case["columns"]).into_iter();
+    let kept = columns.map(|column| &tap.values[column as usize * width..][..width]);
+    tap.values = kept.collect::<Vec<_>>().concat();
+    let distance = difference(&tap, &tensors["A.tap0"]);
+    assert!(distance < TOLERANCE, "{name}: {distance}");
+}
+
+#[test]
+fn qwen3_5_with_experts_agrees_with_peers() {
+    first_layer_agrees_with_peers("qwen3_5-moe-1layer-f32");
+}
+
+#[test]
+fn gemma4_with_experts_agrees_with_peers() {
+    first_layer_agrees_with_peers("gemma4-moe-1layer-f32");
 }
 
 /// The drafted ids and the accepted count of each round.

@@ -112,6 +112,12 @@ fn quantized_qwen3_5_answers_together_as_alone() {
     like_alone_with_forced_drafts("qwen3_5-4bit-g64-f32", &[3, 5]);
 }
 
+#[test]
+fn models_with_experts_answer_together_as_alone() {
+    like_alone_with_forced_drafts("qwen3_5-moe-1layer-f32", &[3]);
+    like_alone_with_forced_drafts("gemma4-moe-1layer-f32", &[3]);
+}
+
 fn like_alone_with_a_head(model: &str, head: &str) {
     let commit = |how| [("commit", how)];
     like_alone_with(

@@ -150,6 +150,16 @@ fn drafts_change_nothing_for_qwen3_5_as_published() {
     drafts_change_nothing(&checkpoint("qwen3_5-hf-f32"));
 }
 
+#[test]
+fn drafts_change_nothing_for_qwen3_5_with_experts() {
+    drafts_change_nothing(&checkpoint("qwen3_5-moe-1layer-f32"));
+}
+
+#[test]
+fn drafts_change_nothing_for_gemma4_with_experts() {
+    drafts_change_nothing(&checkpoint("gemma4-moe-1layer-f32"));
+}
+
 /// Answers that end, each compared with the plain one that ends the same way.
 ///
 /// `ends` makes the requests out of a long plain answer.

@@ -6,6 +6,7 @@
 
 mod attend;
 mod delta;
+mod experts;
 mod handle;
 mod kernels;
 mod native;
@@ -60,6 +61,8 @@ impl Table {
         softmax: ops::softmax,
         matmul: kernels::matmul,
         project: project::project,
+        route: experts::route,
+        experts: experts::experts,
         dequantize: kernels::dequantize,
         rms_norm: kernels::rms_norm,
         rope: kernels::rope,

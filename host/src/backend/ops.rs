@@ -225,7 +225,7 @@ fn check_box(shape: &[i32], starts: &[i32], stops: &[i32]) -> OpResult<()> {
 
 /// The result of a call into mlx-c that mlx-rs has no name for. Its arguments were checked, so a
 /// failure is a bug and needs no better text.
-fn raw_call(call: impl FnOnce(*mut mlx_sys::mlx_array) -> i32) -> OpResult<Array> {
+pub(super) fn raw_call(call: impl FnOnce(*mut mlx_sys::mlx_array) -> i32) -> OpResult<Array> {
     // SAFETY: an empty array handle, which the call fills; owned by the `Array` either way.
     unsafe {
         let mut out = mlx_sys::mlx_array_new();
@@ -313,7 +313,7 @@ pub(super) extern "C" fn slice_update(
 }
 
 /// Indices forced into an axis: MLX reads wherever they point.
-fn clamped(x: &Array, indices: &Array, axis: i32) -> OpResult<Array> {
+pub(super) fn clamped(x: &Array, indices: &Array, axis: i32) -> OpResult<Array> {
     let rank = x.ndim() as i32;
     let at = if axis < 0 { axis + rank } else { axis };
     if !(0..rank).contains(&at) {

@@ -54,6 +54,14 @@ impl Matrix {
         })
     }
 
+    /// What it consists of: weights, then scales and biases, then the offset.
+    pub fn arrays(&self) -> impl Iterator<Item = &Array> {
+        let quantized = self.quantized.iter();
+        std::iter::once(&*self.weight)
+            .chain(quantized.flat_map(|q| [&*q.scales, &*q.biases]))
+            .chain(self.offset.as_deref())
+    }
+
     /// `x W^T + offset`
     fn product(&self, x: &Array) -> OpResult<Array> {
         let y = match &self.quantized {
@@ -75,7 +83,7 @@ impl Matrix {
 }
 
 impl Projection {
-    fn new(raw: &abi::Projection<'_>) -> OpResult<Self> {
+    pub fn new(raw: &abi::Projection<'_>) -> OpResult<Self> {
         let gate = match raw.gate {
             UnaryOp::NONE => None,
             UnaryOp::SILU => Some(Gate::Silu),
@@ -84,70 +92,87 @@ impl Projection {
         };
         let matrices = raw.matrices.iter().map(Matrix::new);
         let matrices = matrices.collect::<OpResult<Vec<_>>>()?;
-        let residual = lent_opt(raw.residual)?;
-        let post_norm = lent_opt(raw.post_norm)?.map(|weight| (weight, raw.post_eps));
-        let only = residual.is_some() || post_norm.is_some() || raw.scale != 1.0;
-        let fits = match (gate, only) {
-            (Some(_), _) => matrices.len() == 2,
-            (None, true) => matrices.len() == 1,
-            (None, false) => !matrices.is_empty(),
-        };
-        if !fits {
-            return Err(format!(
-                "{} matrices are not what is asked for",
-                matrices.len()
-            ));
-        }
         Ok(Self {
             x: lent(raw.x)?,
             norm: lent_opt(raw.norm)?.map(|weight| (weight, raw.eps)),
             matrices,
             gate,
-            post_norm,
-            residual,
+            post_norm: lent_opt(raw.post_norm)?.map(|weight| (weight, raw.post_eps)),
+            residual: lent_opt(raw.residual)?,
             scale: raw.scale,
         })
     }
 
+    /// Whether there are as many matrices as what is asked for takes.
+    fn check(&self) -> OpResult<()> {
+        let only = self.residual.is_some() || self.post_norm.is_some() || self.scale != 1.0;
+        let fits = match (self.gate, only) {
+            (Some(_), _) => self.matrices.len() == 2,
+            (None, true) => self.matrices.len() == 1,
+            (None, false) => !self.matrices.is_empty(),
+        };
+        if fits {
+            return Ok(());
+        }
+        Err(format!(
+            "{} matrices are not what is asked for",
+            self.matrices.len()
+        ))
+    }
+
+    /// What goes into the matrices.
+    pub fn normed(&self) -> OpResult<Array> {
+        match &self.norm {
+            Some((weight, eps)) => fast::rms_norm(&*self.x, Some(&**weight), *eps).explain(),
+            None => Ok(Array::clone(&self.x)),
+        }
+    }
+
+    /// What becomes of an only outcome.
+    pub fn finished(&self, mut only: Array) -> OpResult<Array> {
+        if let Some((weight, eps)) = &self.post_norm {
+            only = fast::rms_norm(&only, Some(&**weight), *eps).explain()?;
+        }
+        if let Some(residual) = &self.residual {
+            only = residual.add(&only).explain()?;
+        }
+        if self.scale != 1.0 {
+            only = only.multiply(scalar(self.scale, only.dtype())?).explain()?;
+        }
+        Ok(only)
+    }
+
     /// Step by step.
     fn by_mlx(&self) -> OpResult<Vec<Array>> {
-        let normed;
-        let x = match &self.norm {
-            Some((weight, eps)) => {
-                normed = fast::rms_norm(&*self.x, Some(&**weight), *eps).explain()?;
-                &normed
-            }
-            None => &*self.x,
-        };
-        let products = self.matrices.iter().map(|matrix| matrix.product(x));
+        let x = self.normed()?;
+        let products = self.matrices.iter().map(|matrix| matrix.product(&x));
         let mut products = products.collect::<OpResult<Vec<_>>>()?;
         if let (Some(gate), [first, second]) = (self.gate, &products[..]) {
-            let open = match gate {
-                Gate::Silu => mlx::sigmoid(first)
-                    .and_then(|s| s.multiply(first))
-                    .explain()?,
-                Gate::GeluTanh => gelu_tanh(first)?,
-            };
-            products = vec![open.multiply(second).explain()?];
+            products = vec![gated(gate, first, second)?];
         }
-        if let [only] = &mut products[..] {
-            if let Some((weight, eps)) = &self.post_norm {
-                *only = fast::rms_norm(&*only, Some(&**weight), *eps).explain()?;
-            }
-            if let Some(residual) = &self.residual {
-                *only = residual.add(&*only).explain()?;
-            }
-            if self.scale != 1.0 {
-                *only = only.multiply(scalar(self.scale, only.dtype())?).explain()?;
-            }
+        if products.len() == 1 {
+            let only = products.remove(0);
+            products = vec![self.finished(only)?];
         }
         Ok(products)
     }
 }
 
+/// `gate(first) * second`
+pub(super) fn gated(gate: Gate, first: &Array, second: &Array) -> OpResult<Array> {
+    let open = match gate {
+        Gate::Silu => mlx::sigmoid(first)
+            .and_then(|s| s.multiply(first))
+            .explain()?,
+        Gate::GeluTanh => gelu_tanh(first)?,
+    };
+    open.multiply(second).explain()
+}
+
 pub(super) extern "C" fn project(args: &abi::Projection<'_>) -> RVec<RawTensor> {
     ops(|| {
         let projection = Projection::new(args)?;
+        projection.check()?;
         match native::project(&projection) {
             Some(products) => products,
             None => projection.by_mlx(),

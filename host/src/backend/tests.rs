@@ -1,5 +1,7 @@
 //! The host's own kernels against MLX's, through the op table; and what the table refuses.
 
+mod experts;
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use plugin_api::abi::{Attend, BinaryOp, GatedDelta, Projection, RawMatrix, RawTensor, UnaryOp};

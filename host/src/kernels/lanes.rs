@@ -12,6 +12,10 @@ pub trait Float: Copy + Default + Send + Sync + 'static {
     fn as_f32(_: &[Self]) -> Option<&[f32]> {
         None
     }
+    /// The same numbers in single precision.
+    fn widened(all: Vec<Self>) -> Vec<f32> {
+        all.iter().map(|x| x.wide()).collect()
+    }
 }
 
 impl Float for f32 {
@@ -25,6 +29,10 @@ impl Float for f32 {
 
     fn as_f32(all: &[Self]) -> Option<&[f32]> {
         Some(all)
+    }
+
+    fn widened(all: Vec<Self>) -> Vec<f32> {
+        all
     }
 }
 

@@ -1,5 +1,7 @@
 //! Weight matrices of all kinds, and what they are multiplied with.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 
 use super::lanes::Float;
@@ -70,7 +72,38 @@ pub struct Scratch {
     weights: Vec<f32>,
 }
 
+impl DenseWeights<'_> {
+    fn part(self, part: Range<usize>) -> Self {
+        match self {
+            Self::F32(all) => Self::F32(&all[part]),
+            Self::Bf16(all) => Self::Bf16(&all[part]),
+            Self::F16(all) => Self::F16(&all[part]),
+        }
+    }
+}
+
 impl Matrix<'_> {
+    /// The matrix of only some consecutive outputs.
+    ///
+    /// # Panics
+    /// There are not as many.
+    pub fn part(&self, first: usize, count: usize, inputs: usize) -> Self {
+        let of = |width: usize| first * width..(first + count) * width;
+        match *self {
+            Self::Quantized(all) => Self::Quantized(QuantizedMatrix {
+                words: &all.words[of(inputs * all.bits / 32)],
+                scales: all.scales.part(of(inputs / all.group)),
+                biases: all.biases.part(of(inputs / all.group)),
+                outputs: count,
+                ..all
+            }),
+            Self::Dense { weights, .. } => Self::Dense {
+                weights: weights.part(of(inputs)),
+                outputs: count,
+            },
+        }
+    }
+
     /// Number of outputs.
     pub fn outputs(&self) -> usize {
         match self {

@@ -7,6 +7,7 @@
 pub mod attend;
 pub mod attention;
 pub mod delta;
+pub mod experts;
 pub mod lanes;
 pub mod matrix;
 mod mix;

@@ -1,5 +1,6 @@
 //! Projections: several matrices on the same rows, with what comes before and after in the same call.
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 
 use super::lanes::{Float, dot};
@@ -52,60 +53,26 @@ impl<T: Float> Project<'_, T> {
     /// # Panics
     /// The lengths do not fit.
     pub fn run(&self, outputs: &mut [&mut [T]]) {
-        let rows = self.x.len() / self.inputs;
-        assert_eq!(self.matrices.len(), self.offsets.len());
-        let mut normed = Vec::new();
-        let x = match self.norm {
-            Some((weight, eps)) => {
-                normed.resize(self.x.len(), T::default());
-                rows::rms_norm(self.x, Some(weight), eps, self.inputs, &mut normed);
-                &normed
-            }
-            None => self.x,
-        };
-        let wide;
-        let x = match T::as_f32(x) {
-            Some(x) => x,
-            None => {
-                wide = x.iter().map(|x| x.wide()).collect::<Vec<f32>>();
-                &wide
-            }
-        };
-        let input = Input::new(x, self.inputs, self.matrices, self.exact);
-        let shared: Vec<_> = outputs.iter_mut().map(|out| Shared::new(out)).collect();
-        // All tiles of all outputs, in one list.
-        let mut tiles = Vec::new();
-        let made = if self.gate.is_some() {
-            1
-        } else {
-            self.matrices.len()
-        };
-        assert_eq!(made, shared.len());
-        for (index, matrix) in self.matrices[..made].iter().enumerate() {
-            tiles.extend(
-                (0..matrix.outputs())
-                    .step_by(TILE)
-                    .map(|first| (index, first)),
-            );
+        run_all(std::slice::from_ref(self), &mut [outputs]);
+    }
+
+    /// How many outputs there are: a gate makes one of two.
+    fn made(&self) -> usize {
+        match self.gate {
+            Some(_) => 1,
+            None => self.matrices.len(),
         }
-        let work: usize = self.matrices.iter().map(Matrix::outputs).sum::<usize>() * x.len();
-        let pieces = if work < 1 << 16 {
-            1
-        } else {
-            pool::threads() * 8
+    }
+
+    /// The rows in single precision, after the norm.
+    fn wide_rows(&self) -> Cow<'_, [f32]> {
+        let Some((weight, eps)) = self.norm else {
+            let owned = || Cow::Owned(T::widened(self.x.to_vec()));
+            return T::as_f32(self.x).map_or_else(owned, Cow::Borrowed);
         };
-        let share = tiles.len().div_ceil(pieces).max(1);
-        pool::run(tiles.len().div_ceil(share), |piece| {
-            WORKPLACE.with_borrow_mut(|place| {
-                place.sums.resize(rows * TILE, 0.0);
-                for &(index, first) in tiles.iter().skip(piece * share).take(share) {
-                    self.tile(index, first, &input, &shared[index], place);
-                }
-            });
-        });
-        if let ([out], true) = (outputs, self.whole_rows()) {
-            self.finish(out);
-        }
+        let mut normed = vec![T::default(); self.x.len()];
+        rows::rms_norm(self.x, Some(weight), eps, self.inputs, &mut normed);
+        Cow::Owned(T::widened(normed))
     }
 
     /// Whether the only output changes once more when its rows are complete.
@@ -113,37 +80,12 @@ impl<T: Float> Project<'_, T> {
         self.post_norm.is_some() || self.scale != 1.0
     }
 
-    /// The norm after the product, what is added, and the factor.
-    fn finish(&self, out: &mut [T]) {
-        let width = self.matrices[0].outputs();
-        let shared = Shared::new(out);
-        let rows = self.x.len() / self.inputs;
-        pool::split(rows, rows::least_rows(width), |range| {
-            let mut wide = vec![0.0f32; width];
-            for row in range {
-                // SAFETY: every row belongs to one piece.
-                let out = unsafe { shared.slice(row * width, width) };
-                for (wide, x) in wide.iter_mut().zip(&*out) {
-                    *wide = x.wide();
-                }
-                // Rounded where the steps one by one would be.
-                if let Some((weight, eps)) = self.post_norm {
-                    let scale = 1.0 / (dot(&wide, &wide) / width as f32 + eps).sqrt();
-                    for (x, weight) in wide.iter_mut().zip(weight) {
-                        *x = T::narrow(*x * scale * weight.wide()).wide();
-                    }
-                }
-                if let Some(residual) = self.residual {
-                    for (x, before) in wide.iter_mut().zip(&residual[row * width..]) {
-                        *x = T::narrow(before.wide() + *x).wide();
-                    }
-                }
-                let factor = T::narrow(self.scale).wide();
-                for (out, x) in out.iter_mut().zip(&wide) {
-                    *out = T::narrow(x * factor);
-                }
-            }
-        });
+    fn end(&self) -> End<'_, T> {
+        End {
+            post_norm: self.post_norm,
+            residual: self.residual,
+            scale: self.scale,
+        }
     }
 
     /// A few outputs of all rows.
@@ -208,6 +150,110 @@ impl<T: Float> Project<'_, T> {
                     *sum = T::narrow(*sum).wide() + offset.wide();
                 }
             }
+        }
+    }
+}
+
+/// Runs several projections as one piece of work; `outputs` are those of each.
+///
+/// # Panics
+/// The lengths do not fit.
+pub fn run_all<T: Float>(projects: &[Project<'_, T>], outputs: &mut [&mut [&mut [T]]]) {
+    assert_eq!(projects.len(), outputs.len());
+    let rows: Vec<_> = projects.iter().map(Project::wide_rows).collect();
+    let inputs: Vec<_> = projects
+        .iter()
+        .zip(&rows)
+        .map(|(project, x)| Input::new(x, project.inputs, project.matrices, project.exact))
+        .collect();
+    let mut shared = Vec::with_capacity(projects.len());
+    // All tiles of all outputs, in one list.
+    let mut tiles = Vec::new();
+    let mut work = 0;
+    for (at, (project, outputs)) in projects.iter().zip(outputs.iter_mut()).enumerate() {
+        assert_eq!(project.matrices.len(), project.offsets.len());
+        assert_eq!(project.made(), outputs.len());
+        for (index, matrix) in project.matrices[..project.made()].iter().enumerate() {
+            let firsts = (0..matrix.outputs()).step_by(TILE);
+            tiles.extend(firsts.map(|first| (at, index, first)));
+        }
+        let widths = project.matrices.iter().map(Matrix::outputs);
+        work += widths.sum::<usize>() * project.x.len();
+        shared.push(
+            outputs
+                .iter_mut()
+                .map(|out| Shared::new(out))
+                .collect::<Vec<_>>(),
+        );
+    }
+    let pieces = if work < 1 << 16 {
+        1
+    } else {
+        pool::threads() * 8
+    };
+    let share = tiles.len().div_ceil(pieces).max(1);
+    pool::run(tiles.len().div_ceil(share), |piece| {
+        WORKPLACE.with_borrow_mut(|place| {
+            for &(at, index, first) in tiles.iter().skip(piece * share).take(share) {
+                let project = &projects[at];
+                let rows = project.x.len() / project.inputs;
+                place.sums.resize(rows * TILE, 0.0);
+                project.tile(index, first, &inputs[at], &shared[at][index], place);
+            }
+        });
+    });
+    for (project, outputs) in projects.iter().zip(outputs.iter_mut()) {
+        if let ([out], true) = (&mut **outputs, project.whole_rows()) {
+            project.end().apply(out, project.matrices[0].outputs());
+        }
+    }
+}
+
+/// What becomes of complete rows.
+pub(super) struct End<'a, T> {
+    pub post_norm: Option<(&'a [T], f32)>,
+    pub residual: Option<&'a [T]>,
+    pub scale: f32,
+}
+
+impl<T: Float> End<'_, T> {
+    /// The norm, what is added, and the factor.
+    pub fn apply(&self, out: &mut [T], width: usize) {
+        let rows = out.len() / width;
+        let shared = Shared::new(out);
+        pool::split(rows, rows::least_rows(width), |range| {
+            let mut wide = vec![0.0f32; width];
+            for row in range {
+                // SAFETY: every row belongs to one piece.
+                let out = unsafe { shared.slice(row * width, width) };
+                for (wide, x) in wide.iter_mut().zip(&*out) {
+                    *wide = x.wide();
+                }
+                self.row(row, &mut wide);
+                for (out, x) in out.iter_mut().zip(&wide) {
+                    *out = T::narrow(*x);
+                }
+            }
+        });
+    }
+
+    /// One row, rounded where the steps one by one would be.
+    pub fn row(&self, row: usize, wide: &mut [f32]) {
+        let width = wide.len();
+        if let Some((weight, eps)) = self.post_norm {
+            let scale = 1.0 / (dot(wide, wide) / width as f32 + eps).sqrt();
+            for (x, weight) in wide.iter_mut().zip(weight) {
+                *x = T::narrow(*x * scale * weight.wide()).wide();
+            }
+        }
+        if let Some(residual) = self.residual {
+            for (x, before) in wide.iter_mut().zip(&residual[row * width..]) {
+                *x = T::narrow(before.wide() + *x).wide();
+            }
+        }
+        let factor = T::narrow(self.scale).wide();
+        for x in wide.iter_mut() {
+            *x *= factor;
         }
     }
 }

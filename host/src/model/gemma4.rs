@@ -1,7 +1,9 @@
 //! Gemma 4, text: sliding and full attention, per-layer embeddings and shared keys (E2B, E4B), keys that
-//! are values too (31B). The mixture of experts (26B-A4B) is refused.
+//! are values too (31B), experts (26B-A4B).
 
-use plugin_api::layers::{GemmaConfig, GemmaKind, GemmaLayer, Linear, RmsNorm, gemma_attention};
+use plugin_api::layers::{
+    GemmaConfig, GemmaKind, GemmaLayer, Linear, RmsNorm, gemma_attention, gemma_experts,
+};
 use plugin_api::{Config, DonorFacts, Result, Tensor, Weights};
 
 use super::decoder::{Decoder, Extras, Layer, Sizes};
@@ -36,6 +38,7 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
         _ => text.size("hidden_size_per_layer_input")?,
     };
     let intermediate = text.size("intermediate_size")?;
+    let experts = gemma_experts(text)?;
     let wide = shared > 0 && text.opt_bool("use_double_wide_mlp")?.unwrap_or(false);
 
     let own = count - shared;
@@ -63,6 +66,7 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
                 intermediate
             },
             layer_input,
+            experts,
             eps,
         };
         let w = layout.model.child("layers").child(index);

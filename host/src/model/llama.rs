@@ -1,6 +1,6 @@
 //! Llama (and what shares its architecture under that `model_type`), safetensors and GGUF.
 
-use plugin_api::layers::{DecoderLayer, dense_attention};
+use plugin_api::layers::{DecoderLayer, FeedForwardConfig, dense_attention};
 use plugin_api::{Config, Result, Weights};
 
 use super::decoder::{Decoder, Layer, Sizes};
@@ -22,11 +22,11 @@ pub(super) fn dense(config: &Config, w: &Weights, qk_norm: bool) -> Result<Decod
         let factors = w.tensor("rope_freqs.weight")?.to_vec::<f32>()?;
         attention.rope = attention.rope.with_factors(&factors)?;
     }
-    let intermediate = config.size("intermediate_size")?;
+    let mlp = FeedForwardConfig::Dense(config.size("intermediate_size")?);
     let layers = (0..config.size("num_hidden_layers")?)
         .map(|i| {
             let w = model.child("layers").child(i);
-            DecoderLayer::attention(&w, attention.clone(), intermediate, eps).map(Layer::Plain)
+            DecoderLayer::attention(&w, attention.clone(), mlp, eps).map(Layer::Plain)
         })
         .collect::<Result<_>>()?;
     let sizes = Sizes {

@@ -28,7 +28,7 @@ pub use decoder::Pass;
 pub use view::TargetHandle;
 
 /// The `model_type`s that can be targets.
-pub const FAMILIES: &[&str] = &["gemma4", "llama", "qwen3", "qwen3_5"];
+pub const FAMILIES: &[&str] = &["gemma4", "llama", "qwen3", "qwen3_5", "qwen3_5_moe"];
 
 /// A target model with its weights. Lives on the engine thread.
 pub struct Model {
@@ -68,7 +68,10 @@ impl Model {
             "llama" => ("llama", llama::build(&config, &weights)?),
             "qwen3" => ("qwen3", qwen3::build(&config, &weights)?),
             "gemma4" | "gemma4_text" => ("gemma4", gemma4::build(&config, &weights)?),
-            "qwen3_5" | "qwen3_5_text" => ("qwen3_5", qwen3_5::build(&config, &weights)?),
+            "qwen3_5" | "qwen3_5_text" => ("qwen3_5", qwen3_5::build(&config, &weights, false)?),
+            "qwen3_5_moe" | "qwen3_5_moe_text" => {
+                ("qwen3_5_moe", qwen3_5::build(&config, &weights, true)?)
+            }
             other => {
                 let problem = format!("is {other:?}; supported: {}", FAMILIES.join(", "));
                 return Err(config.error("model_type", problem));

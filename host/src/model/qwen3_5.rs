@@ -1,17 +1,23 @@
-//! Qwen3.5, dense: Gated DeltaNet layers with a gated full attention every few.
+//! Qwen3.5, dense or with experts: Gated DeltaNet layers with a gated full attention every few.
 //!
 //! Raw checkpoints store most norms minus one.
 
-use plugin_api::layers::{AttentionConfig, DecoderLayer, GatedDeltaConfig, KvSource, Rope};
+use plugin_api::layers::{
+    AttentionConfig, DecoderLayer, FeedForwardConfig, GatedDeltaConfig, KvSource, Rope,
+};
 use plugin_api::{Config, Result, Weights};
 
 use super::decoder::{Decoder, Layer, Sizes};
 use super::layout::Layout;
 use super::llama::tied;
 
-pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
+/// `experts`: whether the model type says that there are some.
+pub(super) fn build(config: &Config, w: &Weights, experts: bool) -> Result<Decoder> {
     let text = config.section("text_config")?;
     let text = text.as_ref().unwrap_or(config);
+    if experts {
+        text.size("num_experts")?;
+    }
     let layout = Layout::find(w);
     let hidden = text.size("hidden_size")?;
     let eps = text.float("rms_norm_eps")?;
@@ -61,7 +67,7 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
         let problem = format!("is {}, not a divisor of the value heads", delta.key_heads);
         return Err(text.error("linear_num_key_heads", problem));
     }
-    let intermediate = text.size("intermediate_size")?;
+    let mlp = FeedForwardConfig::qwen(text)?;
     let kinds = layer_kinds(text)?;
     let raw = is_raw(&layout, &kinds);
     let model = layout.model.with_norm_offset(if raw { 1.0 } else { 0.0 });
@@ -70,8 +76,8 @@ pub(super) fn build(config: &Config, w: &Weights) -> Result<Decoder> {
         .map(|(i, kind)| {
             let w = model.child("layers").child(i);
             let layer = match kind {
-                Kind::Full => DecoderLayer::attention(&w, attention.clone(), intermediate, eps),
-                Kind::Linear => DecoderLayer::delta(&w, delta, intermediate, eps),
+                Kind::Full => DecoderLayer::attention(&w, attention.clone(), mlp, eps),
+                Kind::Linear => DecoderLayer::delta(&w, delta, mlp, eps),
             };
             layer.map(Layer::Plain)
         })

@@ -92,6 +92,21 @@ pub struct Projection<'a> {
     pub scale: f32,
 }
 
+/// The inputs of one [`HostApi::experts`] call; all borrowed.
+#[repr(C)]
+#[derive(StableAbi, Clone, Copy, Debug)]
+pub struct Experts<'a> {
+    /// The input, the experts' matrices, and what comes before and after, as in [`HostApi::project`]. There
+    /// are three matrices with a leading axis of experts in all that they consist of, `[E, out, in]` and so
+    /// on, and without offsets: gate and up, `[E, I, H]`, and down, `[E, H, I]`. `gate` is required.
+    pub projection: Projection<'a>,
+    /// The experts that a row of the input goes through, `[.., k]` i32. An index outside `0..E` is taken for
+    /// the nearest one inside.
+    pub choice: RawTensor,
+    /// Their weights, `[.., k]` in the dtype of the input.
+    pub weights: RawTensor,
+}
+
 /// The inputs of one [`HostApi::attend`] call; all borrowed.
 #[repr(C)]
 #[derive(StableAbi, Clone, Copy, Debug)]
@@ -222,6 +237,16 @@ pub struct HostApi {
     /// `[.., out]` per matrix, or the gated one; empty on failure. What is rounded where is as if
     /// the steps were made one by one, in the dtype of `x`.
     pub project: extern "C" fn(&Projection<'_>) -> RVec<RawTensor>,
+    /// The `k` largest of `scores` `[.., E]` along the last axis, larger ones first, of equal ones those with
+    /// the lower index: their softmax, times `scale` `[E]` of each unless that is null, `[.., k]` in the
+    /// dtype of the scores; and their indices, `[.., k]` i32. Computed in f32. Empty on failure.
+    pub route: extern "C" fn(scores: RawTensor, k: i32, scale: RawTensor) -> RVec<RawTensor>,
+    /// A mixture of experts: the sum over a row's `k` experts of
+    /// `weight * down(gate(first x) * second x)`, `[.., H]`. Products and the gated value are rounded to the
+    /// dtype of `x`, so is each weighted outcome; these are added in the order of the choice in f32 and
+    /// rounded once. What a row gives does not depend on the other rows, as far as that holds for
+    /// `project`.
+    pub experts: extern "C" fn(&Experts<'_>) -> RawTensor,
     /// `scales * q + biases`, `[out, in]` in the dtype of `scales`.
     pub dequantize: extern "C" fn(
         w: RawTensor,

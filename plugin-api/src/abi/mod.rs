@@ -16,7 +16,9 @@ mod manifest;
 mod plugin;
 mod types;
 
-pub use host::{Attend, GatedDelta, HostApi, HostApiRef, Projection, RawCheckpoint, RawMatrix};
+pub use host::{
+    Attend, Experts, GatedDelta, HostApi, HostApiRef, Projection, RawCheckpoint, RawMatrix,
+};
 pub use manifest::{Embedded, MAX_MANIFEST_BYTES, SECTION, section_bytes, total_len};
 pub use plugin::{
     Advance, Donor, DonorFacts, DraftReply, DraftRequest, DraftRows, DraftRowsRef, LoadRequest,

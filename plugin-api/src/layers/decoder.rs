@@ -1,17 +1,17 @@
-//! The pre-norm residual layer of Llama, Qwen3 and Qwen3.5.
+//! The pre-norm residual layer of Llama, Qwen3 and Qwen3.5, dense or with experts.
 
 use crate::abi::UnaryOp;
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::layers::{
-    Attention, AttentionConfig, DeltaCache, GatedDeltaConfig, GatedDeltaNet, LayerCache, Mlp,
-    RmsNorm, Step,
+    Attention, AttentionConfig, DeltaCache, FeedForward, FeedForwardConfig, GatedDeltaConfig,
+    GatedDeltaNet, LayerCache, RmsNorm, Step,
 };
 use crate::tensor::Tensor;
 
-/// The tensors of a layer with attention and norms on queries and keys, for
-/// [`crate::Checkpoint::require_tensors`].
-pub const ATTENTION_LAYER: [&str; 11] = [
+/// The tensors of a layer with attention and norms on queries and keys, beside its feed-forward block's
+/// ([`FeedForwardConfig::tensors`]), for [`crate::Checkpoint::require_tensors`].
+pub const ATTENTION_LAYER: [&str; 8] = [
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
     "self_attn.q_proj.weight",
@@ -20,9 +20,6 @@ pub const ATTENTION_LAYER: [&str; 11] = [
     "self_attn.o_proj.weight",
     "self_attn.q_norm.weight",
     "self_attn.k_norm.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
 ];
 
 /// How a layer mixes columns.
@@ -38,7 +35,7 @@ pub struct DecoderLayer {
     input_norm: RmsNorm,
     mixer: Mixer,
     post_norm: RmsNorm,
-    mlp: Mlp,
+    mlp: FeedForward,
 }
 
 impl DecoderLayer {
@@ -46,31 +43,37 @@ impl DecoderLayer {
     pub fn attention(
         w: &Weights,
         config: AttentionConfig,
-        intermediate: i32,
+        mlp: FeedForwardConfig,
         eps: f32,
     ) -> Result<Self> {
         let hidden = config.hidden;
         let mixer = Mixer::Attention(Attention::load(&w.child("self_attn"), config)?);
-        Self::around(w, mixer, hidden, intermediate, eps)
+        Self::around(w, mixer, hidden, mlp, eps)
     }
 
     /// A layer with Gated DeltaNet: `linear_attn`, `mlp` and the two norms.
     pub fn delta(
         w: &Weights,
         config: GatedDeltaConfig,
-        intermediate: i32,
+        mlp: FeedForwardConfig,
         eps: f32,
     ) -> Result<Self> {
         let mixer = Mixer::Delta(GatedDeltaNet::load(&w.child("linear_attn"), config)?);
-        Self::around(w, mixer, config.hidden, intermediate, eps)
+        Self::around(w, mixer, config.hidden, mlp, eps)
     }
 
-    fn around(w: &Weights, mixer: Mixer, hidden: i32, intermediate: i32, eps: f32) -> Result<Self> {
+    fn around(
+        w: &Weights,
+        mixer: Mixer,
+        hidden: i32,
+        mlp: FeedForwardConfig,
+        eps: f32,
+    ) -> Result<Self> {
         Ok(Self {
             input_norm: RmsNorm::load(&w.child("input_layernorm"), hidden, eps)?,
             mixer,
             post_norm: RmsNorm::load(&w.child("post_attention_layernorm"), hidden, eps)?,
-            mlp: Mlp::load(&w.child("mlp"), hidden, intermediate)?,
+            mlp: FeedForward::load(&w.child("mlp"), hidden, mlp)?,
         })
     }
 

@@ -3,7 +3,10 @@
 use crate::abi::UnaryOp;
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
-use crate::layers::{Attention, AttentionConfig, LayerCache, Linear, Project, RmsNorm, Step};
+use crate::layers::{
+    Attention, AttentionConfig, Experts, ExpertsConfig, LayerCache, Linear, Project, RmsNorm,
+    Routes, Step,
+};
 use crate::tensor::Tensor;
 
 /// The tensors of a layer without keys of its own, for [`crate::Checkpoint::require_tensors`].
@@ -30,6 +33,8 @@ pub struct GemmaConfig {
     pub intermediate: i32,
     /// Width of the layer's own input (per-layer embeddings); 0: there is none.
     pub layer_input: i32,
+    /// Experts beside the feed-forward block, if there are any.
+    pub experts: Option<ExpertsConfig>,
     /// Epsilon of all norms.
     pub eps: f32,
 }
@@ -45,9 +50,69 @@ pub struct GemmaLayer {
     up: Linear,
     down: Linear,
     post_norm: RmsNorm,
+    mixture: Option<Box<Mixture>>,
     own_input: Option<OwnInput>,
     /// `layer_scalar`.
     factor: f32,
+}
+
+/// What turns `mlp(h)` into `norm(mlp(h)) + norm(experts(norm(h)))`; the router has a norm of its own.
+struct Mixture {
+    router_norm: RmsNorm,
+    router: Linear,
+    /// A factor on what each expert gives, `[E]`.
+    scale: Tensor,
+    chosen: i32,
+    dense_norm: RmsNorm,
+    pre_norm: RmsNorm,
+    experts: Experts,
+    post_norm: RmsNorm,
+}
+
+impl Mixture {
+    fn load(w: &Weights, config: ExpertsConfig, eps: f32) -> Result<Self> {
+        let ExpertsConfig { hidden, count, .. } = config;
+        let norm = |name: &str| RmsNorm::load(&w.child(name), hidden, eps);
+        let (router, experts) = (w.child("router"), w.child("experts"));
+        let scale = router.shaped("scale", &[hidden])?;
+        Ok(Self {
+            router_norm: RmsNorm::new(scale.scale((hidden as f32).powf(-0.5))?, eps),
+            router: Linear::load(&router.child("proj"), hidden, count)?,
+            scale: router.shaped("per_expert_scale", &[count])?,
+            chosen: config.chosen,
+            dense_norm: norm("post_feedforward_layernorm_1")?,
+            pre_norm: norm("pre_feedforward_layernorm_2")?,
+            experts: Experts::load(&experts.child("switch_glu"), &experts, config)?,
+            post_norm: norm("post_feedforward_layernorm_2")?,
+        })
+    }
+
+    fn tensors(&self) -> Vec<&Tensor> {
+        let norms = [
+            &self.router_norm,
+            &self.dense_norm,
+            &self.pre_norm,
+            &self.post_norm,
+        ];
+        let norms = norms.into_iter().flat_map(RmsNorm::tensors);
+        norms
+            .chain([&self.scale])
+            .chain(self.router.tensors())
+            .chain(self.experts.tensors())
+            .collect()
+    }
+
+    /// `mlp`: what comes out of the feed-forward block, before any norm.
+    fn forward(&self, h: &Tensor, mlp: Project<'_>, down: &Linear) -> Result<Tensor> {
+        let dense = mlp.post_norm(&self.dense_norm).with(down)?;
+        let scores = Project::of(h).norm(&self.router_norm).with(&self.router)?;
+        let routes = Routes::of(&scores, self.chosen, Some(&self.scale))?;
+        Project::of(h)
+            .norm(&self.pre_norm)
+            .post_norm(&self.post_norm)
+            .plus(&dense)
+            .experts(&self.experts, &routes)
+    }
 }
 
 /// `h += norm(projection(gelu(gate(h)) * input))`
@@ -58,13 +123,14 @@ struct OwnInput {
 }
 
 impl GemmaLayer {
-    /// Takes `self_attn`, `mlp`, the four norms, `layer_scalar`, and `per_layer_*` where there is such
-    /// an input.
+    /// Takes `self_attn`, `mlp`, the four norms, `layer_scalar`; `per_layer_*` where there is such an input;
+    /// `router`, `experts` and three more norms where there are experts.
     pub fn load(w: &Weights, attention: AttentionConfig, config: GemmaConfig) -> Result<Self> {
         let GemmaConfig {
             hidden,
             intermediate,
             layer_input,
+            experts,
             eps,
         } = config;
         let norm = |name: &str| RmsNorm::load(&w.child(name), hidden, eps);
@@ -87,6 +153,9 @@ impl GemmaLayer {
             up: Linear::load(&mlp.child("up_proj"), hidden, intermediate)?,
             down: Linear::load(&mlp.child("down_proj"), intermediate, hidden)?,
             post_norm: norm("post_feedforward_layernorm")?,
+            mixture: experts
+                .map(|config| Mixture::load(w, config, eps).map(Box::new))
+                .transpose()?,
             own_input,
             factor: factor.first().copied().unwrap_or(1.0),
         })
@@ -113,6 +182,7 @@ impl GemmaLayer {
             .flat_map(Linear::tensors)
             .chain(norms.flat_map(RmsNorm::tensors))
             .chain(self.attention.tensors())
+            .chain(self.mixture.iter().flat_map(|mixture| mixture.tensors()))
             .collect()
     }
 
@@ -146,11 +216,21 @@ impl GemmaLayer {
             Project::of(&h)
                 .norm(&self.pre_norm)
                 .gated(UnaryOp::GELU_TANH, &self.gate, &self.up)?;
-        let mlp = Project::of(&x).post_norm(&self.post_norm).plus(&h);
-        let Some(own) = &self.own_input else {
-            return mlp.scaled(self.factor).with(&self.down);
+        let mlp = Project::of(&x);
+        let h = match (&self.mixture, &self.own_input) {
+            (Some(mixture), _) => {
+                let mixed = mixture.forward(&h, mlp, &self.down)?;
+                h.add(&self.post_norm.forward(&mixed)?)?
+            }
+            (None, Some(_)) => mlp.post_norm(&self.post_norm).plus(&h).with(&self.down)?,
+            (None, None) => {
+                let mlp = mlp.post_norm(&self.post_norm).plus(&h);
+                return mlp.scaled(self.factor).with(&self.down);
+            }
         };
-        let h = mlp.with(&self.down)?;
+        let Some(own) = &self.own_input else {
+            return h.scale(self.factor);
+        };
         let input = input.ok_or_else(|| Error::failed("the layer's own input is absent"))?;
         let gate = Project::of(&h).with(&own.gate)?;
         let x = gate.unary(UnaryOp::GELU_TANH)?.mul(input)?;

@@ -1,9 +1,9 @@
 //! What a Gemma 4 text config says of its layers; targets and drafters have the same keys.
 
-use crate::abi::DonorKind;
+use crate::abi::{DonorKind, UnaryOp};
 use crate::config::Config;
 use crate::error::Result;
-use crate::layers::{AttentionConfig, KvSource, Rope};
+use crate::layers::{AttentionConfig, ExpertsConfig, KvSource, Rope};
 
 /// What a layer of Gemma 4 attends to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +26,7 @@ impl GemmaKind {
     /// What every layer attends to, as `layer_types` of a text config lists it.
     ///
     /// # Errors
-    /// That is missing, or the layers are of a sort that these are not: another activation, experts.
+    /// That is missing, or the layers are of a sort that these are not: another activation.
     pub fn of_layers(text: &Config) -> Result<Vec<GemmaKind>> {
         let only = "gelu_pytorch_tanh";
         if let Some(act) = text
@@ -34,9 +34,6 @@ impl GemmaKind {
             .filter(|act| *act != only)
         {
             return Err(text.error("hidden_activation", format!("is {act}; supported: {only}")));
-        }
-        if text.opt_bool("enable_moe_block")?.unwrap_or(false) {
-            return Err(text.error("enable_moe_block", "is true, which is not supported"));
         }
         let kinds = text.layer_types(&[
             ("sliding_attention", GemmaKind::Sliding),
@@ -107,6 +104,14 @@ pub fn gemma_attention(
         v_norm: Some(eps),
         block: false,
     })
+}
+
+/// The experts that every layer has beside its feed-forward block, if the config enables them.
+pub fn gemma_experts(text: &Config) -> Result<Option<ExpertsConfig>> {
+    if !text.opt_bool("enable_moe_block")?.unwrap_or(false) {
+        return Ok(None);
+    }
+    ExpertsConfig::read(text, "top_k_experts", UnaryOp::GELU_TANH).map(Some)
 }
 
 fn rope(text: &Config, kind: GemmaKind, head_dim: i32) -> Result<Rope> {

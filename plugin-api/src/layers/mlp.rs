@@ -41,9 +41,18 @@ impl Mlp {
 
     /// `h + mlp(norm(h))`, `[.., hidden]`.
     pub fn forward(&self, h: &Tensor, norm: &RmsNorm) -> Result<Tensor> {
-        let x = Project::of(h)
-            .norm(norm)
-            .gated(self.activation, &self.gate, &self.up)?;
+        let x = self.opened(h, norm)?;
         Project::of(&x).plus(h).with(&self.down)
+    }
+
+    /// `mlp(norm(h))`, `[.., hidden]`.
+    pub(super) fn unadded(&self, h: &Tensor, norm: &RmsNorm) -> Result<Tensor> {
+        self.down.forward(&self.opened(h, norm)?)
+    }
+
+    fn opened(&self, h: &Tensor, norm: &RmsNorm) -> Result<Tensor> {
+        Project::of(h)
+            .norm(norm)
+            .gated(self.activation, &self.gate, &self.up)
     }
 }

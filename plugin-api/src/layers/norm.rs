@@ -20,6 +20,11 @@ impl RmsNorm {
         Ok(Self { weight, eps })
     }
 
+    /// A norm with a weight that was computed.
+    pub(super) fn new(weight: Tensor, eps: f32) -> Self {
+        Self { weight, eps }
+    }
+
     /// The tensors it holds.
     pub fn tensors(&self) -> Vec<&Tensor> {
         vec![&self.weight]

@@ -3,7 +3,7 @@
 use crate::abi::{self, RawMatrix, RawTensor, UnaryOp};
 use crate::error::{Error, Result};
 use crate::host::{api, op_error};
-use crate::layers::{Linear, RmsNorm};
+use crate::layers::{Experts, Linear, RmsNorm, Routes};
 use crate::tensor::Tensor;
 
 /// What happens to an input on its way through one or more [`Linear`]s. One call of the host
@@ -77,25 +77,41 @@ impl<'a> Project<'a> {
         self.run(linears, UnaryOp::NONE)
     }
 
-    fn run(self, linears: &[&Linear], gate: UnaryOp) -> Result<Vec<Tensor>> {
-        let matrices: Vec<RawMatrix> = linears.iter().map(|linear| linear.raw()).collect();
+    /// Through the experts that `routes` names, to `[.., hidden]`.
+    pub fn experts(self, experts: &Experts, routes: &Routes) -> Result<Tensor> {
+        let (matrices, gate) = experts.raw();
+        let out = api().experts()(&abi::Experts {
+            projection: self.raw(&matrices, gate),
+            choice: routes.choice.raw(),
+            weights: routes.weights.raw(),
+        });
+        Tensor::own("experts", out)
+    }
+
+    /// As it crosses the table, lent.
+    fn raw<'b>(&self, matrices: &'b [RawMatrix], gate: UnaryOp) -> abi::Projection<'b> {
         let parts = |norm: Option<&RmsNorm>| match norm.map(RmsNorm::parts) {
             Some((weight, eps)) => (weight.raw(), eps),
             None => (RawTensor::NULL, 0.0),
         };
         let (norm, eps) = parts(self.norm);
         let (post_norm, post_eps) = parts(self.post_norm);
-        let out = api().project()(&abi::Projection {
+        abi::Projection {
             x: self.x.raw(),
             norm,
             eps,
-            matrices: matrices.as_slice().into(),
+            matrices: matrices.into(),
             gate,
             post_norm,
             post_eps,
-            scale: self.scale,
             residual: self.residual.map_or(RawTensor::NULL, Tensor::raw),
-        });
+            scale: self.scale,
+        }
+    }
+
+    fn run(self, linears: &[&Linear], gate: UnaryOp) -> Result<Vec<Tensor>> {
+        let matrices: Vec<RawMatrix> = linears.iter().map(|linear| linear.raw()).collect();
+        let out = api().project()(&self.raw(&matrices, gate));
         if out.is_empty() {
             return Err(op_error("project"));
         }

@@ -7,7 +7,9 @@ use plugin_api::block::{
     self, Ask, BlockDrafter, Chain, Confidence, Context, ContextLayer, Markov, MarkovKind,
     Thresholds,
 };
-use plugin_api::layers::{AttentionConfig, DecoderLayer, GemmaConfig, GemmaLayer, Linear};
+use plugin_api::layers::{
+    AttentionConfig, DecoderLayer, FeedForwardConfig, GemmaConfig, GemmaLayer, Linear,
+};
 use plugin_api::{Checkpoint, DType, Drafts, Result, Target, Tensor, Weights};
 
 use crate::settings::{Backbone, MarkovForm, Settings};
@@ -47,13 +49,16 @@ impl DSpark {
             let w = w.child("layers").child(index);
             let (attention, intermediate) = (attention.clone(), settings.intermediate);
             match settings.backbone {
-                Backbone::Qwen3 => DecoderLayer::attention(&w, attention, intermediate, eps)
-                    .map(ContextLayer::Plain),
+                Backbone::Qwen3 => {
+                    let mlp = FeedForwardConfig::Dense(intermediate);
+                    DecoderLayer::attention(&w, attention, mlp, eps).map(ContextLayer::Plain)
+                }
                 Backbone::Gemma4 => {
                     let config = GemmaConfig {
                         hidden,
                         intermediate,
                         layer_input: 0,
+                        experts: None,
                         eps,
                     };
                     GemmaLayer::load(&w, attention, config).map(ContextLayer::Gemma)

@@ -4,8 +4,8 @@
 
 use plugin_api::block::{self, Thresholds};
 use plugin_api::layers::{
-    ATTENTION_LAYER, AttentionConfig, GEMMA_LAYER, GemmaKind, KvSource, Rope, dense_attention,
-    gemma_attention,
+    ATTENTION_LAYER, AttentionConfig, FeedForwardConfig, GEMMA_LAYER, GemmaKind, KvSource, Rope,
+    dense_attention, gemma_attention,
 };
 use plugin_api::{Checkpoint, Config, Options, Result, Tap, TargetFacts};
 
@@ -146,7 +146,10 @@ impl Settings {
             .map(String::from)
             .into();
         let leaves: Vec<&str> = match self.backbone {
-            Backbone::Qwen3 => ATTENTION_LAYER.into(),
+            Backbone::Qwen3 => {
+                let mlp = FeedForwardConfig::Dense(self.intermediate).tensors();
+                ATTENTION_LAYER.iter().chain(mlp).copied().collect()
+            }
             Backbone::Gemma4 => {
                 let keys = ["self_attn.k_proj.weight", "self_attn.k_norm.weight"];
                 let tied = self.layers.iter().any(|layer| layer.kv == KvSource::Tied);
@@ -235,6 +238,9 @@ fn qwen3(config: &Config) -> Result<AttentionConfig> {
 
 /// Layers of Gemma 4: full ones, whatever the target's own are.
 fn gemma4(config: &Config) -> Result<AttentionConfig> {
+    if config.opt_bool("enable_moe_block")?.unwrap_or(false) {
+        return Err(config.error("enable_moe_block", "is true, which is not supported"));
+    }
     check_kinds(config)?;
     Ok(AttentionConfig {
         block: true,

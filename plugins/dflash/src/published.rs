@@ -4,7 +4,9 @@
 use std::rc::Rc;
 
 use plugin_api::block::{self, Ask, BlockDrafter, Chain, Context, ContextLayer, Thresholds};
-use plugin_api::layers::{ATTENTION_LAYER, AttentionConfig, DecoderLayer, dense_attention};
+use plugin_api::layers::{
+    ATTENTION_LAYER, AttentionConfig, DecoderLayer, FeedForwardConfig, dense_attention,
+};
 use plugin_api::{
     Checkpoint, Config, DType, DraftVocabulary, Drafts, Options, Result, Tap, Target, TargetFacts,
     TargetHead, Tensor, Weights,
@@ -17,7 +19,7 @@ const MAX_BLOCK: i32 = 257;
 pub struct Settings {
     hidden: i32,
     vocab: i32,
-    intermediate: i32,
+    mlp: FeedForwardConfig,
     eps: f32,
     target_layers: i32,
     layers: Vec<AttentionConfig>,
@@ -83,7 +85,7 @@ impl Settings {
         Ok(Self {
             hidden: attention.hidden,
             vocab,
-            intermediate: config.size("intermediate_size")?,
+            mlp: FeedForwardConfig::Dense(config.size("intermediate_size")?),
             eps: config.float("rms_norm_eps")?,
             target_layers,
             layers: layers(&config, &own, &attention, count)?,
@@ -116,7 +118,10 @@ impl Settings {
     pub fn require_tensors(&self, checkpoint: &Checkpoint) -> Result<()> {
         let own = ["fc.weight", "hidden_norm.weight", "norm.weight"];
         let layers = 0..self.layers.len();
-        let layers = layers.flat_map(|i| ATTENTION_LAYER.map(|leaf| format!("layers.{i}.{leaf}")));
+        let layers = layers.flat_map(|i| {
+            let leaves = ATTENTION_LAYER.iter().chain(self.mlp.tensors());
+            leaves.map(move |leaf| format!("layers.{i}.{leaf}"))
+        });
         let needed = own.map(String::from).into_iter().chain(layers);
         checkpoint.require_tensors(needed.map(|leaf| format!("{}{leaf}", self.prefix)))
     }
@@ -212,9 +217,8 @@ impl Published {
         };
         let layer = |(index, attention): (usize, &AttentionConfig)| {
             let w = w.child("layers").child(index);
-            let (intermediate, eps) = (settings.intermediate, settings.eps);
-            DecoderLayer::attention(&w, attention.clone(), intermediate, eps)
-                .map(ContextLayer::Plain)
+            let (mlp, eps) = (settings.mlp, settings.eps);
+            DecoderLayer::attention(&w, attention.clone(), mlp, eps).map(ContextLayer::Plain)
         };
         let layers = settings.layers.iter().enumerate().map(layer);
         let layers = layers.collect::<Result<_>>()?;

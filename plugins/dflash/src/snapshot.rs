@@ -8,7 +8,9 @@ use plugin_api::abi::UnaryOp;
 use plugin_api::block::{
     Ask, BlockDrafter, Chain, Confidence, Context, ContextLayer, Markov, MarkovKind, Thresholds,
 };
-use plugin_api::layers::{AttentionConfig, DecoderLayer, KvSource, Linear, RmsNorm, Rope};
+use plugin_api::layers::{
+    AttentionConfig, DecoderLayer, FeedForwardConfig, KvSource, Linear, RmsNorm, Rope,
+};
 use plugin_api::{
     Checkpoint, Config, DType, Drafts, Options, Result, Tap, Target, TargetFacts, Tensor, Weights,
 };
@@ -257,8 +259,8 @@ impl Snapshot {
         };
         let layer = |index: i32| {
             let w = w.child("layers").child(index);
-            let intermediate = settings.intermediate;
-            let layer = DecoderLayer::attention(&w, attention.clone(), intermediate, eps)?;
+            let mlp = FeedForwardConfig::Dense(settings.intermediate);
+            let layer = DecoderLayer::attention(&w, attention.clone(), mlp, eps)?;
             Ok(ContextLayer::Plain(
                 layer.with_activation(UnaryOp::GELU_TANH),
             ))

@@ -55,6 +55,7 @@ impl Assistant {
             hidden,
             intermediate: settings.intermediate,
             layer_input: 0,
+            experts: None,
             eps,
         };
         let model = w.child("model");

@@ -74,6 +74,9 @@ impl Settings {
         {
             return Err(text.error("hidden_size_per_layer_input", "must be 0 in an assistant"));
         }
+        if text.opt_bool("enable_moe_block")?.unwrap_or(false) {
+            return Err(text.error("enable_moe_block", "is true, which assistants cannot have"));
+        }
         let kinds = GemmaKind::of_layers(&text)?;
         // None of them has keys of its own, however it is said.
         let shared = text.get("num_kv_shared_layers").and_then(|n| n.as_u64());

@@ -41,7 +41,7 @@ impl Head {
             layer: DecoderLayer::attention(
                 &w.child("layers").child(0),
                 settings.attention.clone(),
-                settings.intermediate,
+                settings.mlp,
                 eps,
             )?,
             norm: RmsNorm::load(&w.child("norm"), hidden, eps)?,

@@ -79,7 +79,7 @@ impl Drafter for QwenMtp {
 export_plugin! {
     drafter: QwenMtp,
     name: "qwen_mtp",
-    families: ["qwen3_5_mtp", "qwen3_5", "qwen3_5_text"],
+    families: ["qwen3_5_mtp", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"],
     options: {
         "hidden": "which target hidden the head sees: post_norm (default) or pre_norm",
         "commit": "accepted rows: recompute from true hiddens (default) or keep as drafted",

@@ -1,6 +1,6 @@
 //! What the checkpoint's config and the user's options say.
 
-use plugin_api::layers::{ATTENTION_LAYER, AttentionConfig, KvSource, Rope};
+use plugin_api::layers::{ATTENTION_LAYER, AttentionConfig, FeedForwardConfig, KvSource, Rope};
 use plugin_api::{Checkpoint, DraftVocabulary, Options, Result, Tap};
 
 /// What happens to the cached rows of drafted tokens that were accepted.
@@ -18,7 +18,7 @@ pub struct Settings {
     pub inside_target: bool,
     pub hidden: i32,
     pub vocab: i32,
-    pub intermediate: i32,
+    pub mlp: FeedForwardConfig,
     pub eps: f32,
     pub attention: AttentionConfig,
     /// The depth it was made for.
@@ -33,9 +33,11 @@ impl Settings {
         let config = checkpoint.config()?;
         let inside_target = match config.str("model_type")? {
             "qwen3_5_mtp" => false,
-            "qwen3_5" | "qwen3_5_text" => true,
+            "qwen3_5" | "qwen3_5_text" | "qwen3_5_moe" | "qwen3_5_moe_text" => true,
             other => {
-                let problem = format!("is {other:?}; expected qwen3_5_mtp, or qwen3_5 with mtp.*");
+                let problem = format!(
+                    "is {other:?}; expected qwen3_5_mtp, or qwen3_5 or qwen3_5_moe with mtp.*"
+                );
                 return Err(config.error("model_type", problem));
             }
         };
@@ -90,7 +92,7 @@ impl Settings {
             inside_target,
             hidden,
             vocab: text.size("vocab_size")?,
-            intermediate: text.size("intermediate_size")?,
+            mlp: FeedForwardConfig::qwen(text)?,
             eps,
             attention: AttentionConfig {
                 hidden,
@@ -127,7 +129,8 @@ impl Settings {
             "pre_fc_norm_hidden.weight",
             "norm.weight",
         ];
-        let layer = ATTENTION_LAYER.map(|leaf| format!("layers.0.{leaf}"));
+        let layer = ATTENTION_LAYER.iter().chain(self.mlp.tensors());
+        let layer = layer.map(|leaf| format!("layers.0.{leaf}"));
         let needed = own.map(String::from).into_iter().chain(layer);
         checkpoint.require_tensors(needed.map(|leaf| format!("{prefix}{leaf}")))
     }

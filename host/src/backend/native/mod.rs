@@ -5,6 +5,7 @@
 mod attend;
 mod blocks;
 mod delta;
+mod experts;
 mod prepare;
 mod project;
 
@@ -17,6 +18,7 @@ use super::handle::OpResult;
 pub(super) use attend::attend;
 pub(super) use blocks::{MaskKind, attention, rms_norm, rope};
 pub(super) use delta::gated_delta;
+pub(super) use experts::{experts, route};
 use prepare::{Buffers, Output, compute};
 pub(super) use prepare::{filled, settle};
 pub(super) use project::project;

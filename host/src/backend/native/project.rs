@@ -11,8 +11,9 @@ use crate::kernels::quantized::{QuantizedMatrix, Scales};
 use crate::kernels::{self, project::Project};
 
 /// What the kernel has to know of a matrix.
-struct Shape {
-    outputs: usize,
+pub(super) struct Shape {
+    /// Of all of them, where matrices are stacked.
+    pub outputs: usize,
     inputs: usize,
     /// Of scales, or of dense weights.
     kind: Kind,
@@ -24,7 +25,7 @@ struct Shape {
 impl Shape {
     /// # Safety
     /// The next inputs are those of this matrix.
-    unsafe fn matrix<'a>(
+    pub unsafe fn matrix<'a>(
         &self,
         buffers: &'a Buffers,
         take: &mut impl FnMut() -> usize,
@@ -65,12 +66,12 @@ impl Shape {
     }
 }
 
-/// The matrix's shape, if the kernel takes it.
-fn shape(matrix: &MatrixArrays, x: Kind, inputs: usize) -> Option<Shape> {
-    let &[outputs, columns] = matrix.weight.shape() else {
-        return None;
-    };
-    let (outputs, columns) = (outputs as usize, columns as usize);
+/// The matrix's shape, if the kernel takes it. Matrices that are stacked, `[.., out, in]`, count as one with
+/// the outputs of all.
+pub(super) fn shape(matrix: &MatrixArrays, x: Kind, inputs: usize) -> Option<Shape> {
+    let (&columns, leading) = matrix.weight.shape().split_last()?;
+    let outputs: usize = leading.iter().map(|&n| n as usize).product();
+    let columns = columns as usize;
     let offset = match &matrix.offset {
         Some(offset) if kind(offset)? == x && offset.shape() == [outputs as i32] => true,
         Some(_) => return None,
@@ -95,7 +96,7 @@ fn shape(matrix: &MatrixArrays, x: Kind, inputs: usize) -> Option<Shape> {
         && (kind == x || x == Kind::F32)
         && matrix.weight.dtype() == Dtype::Uint32
         && columns == inputs * bits / 32
-        && quantized.scales.shape() == [outputs as i32, (inputs / group) as i32]
+        && quantized.scales.shape() == [leading, &[(inputs / group) as i32]].concat()
         && quantized.biases.shape() == quantized.scales.shape()
         && quantized.biases.dtype() == quantized.scales.dtype();
     fits.then_some(Shape {
@@ -123,12 +124,11 @@ pub(in crate::backend) fn project(args: &Projection) -> Option<OpResult<Vec<Arra
     }
     let mut matrices = Vec::with_capacity(args.matrices.len());
     for matrix in &args.matrices {
-        matrices.push(shape(matrix, kind_x, inputs)?);
-        arrays.push(&matrix.weight);
-        if let Some(quantized) = &matrix.quantized {
-            arrays.extend([&*quantized.scales, &*quantized.biases]);
+        if matrix.weight.ndim() != 2 {
+            return None;
         }
-        arrays.extend(matrix.offset.as_deref());
+        matrices.push(shape(matrix, kind_x, inputs)?);
+        arrays.extend(matrix.arrays());
     }
     let rows = elements(x) / inputs;
     if args.gate.is_some() && matrices[0].outputs != matrices[1].outputs {

@@ -12,6 +12,8 @@ mod x86;
 #[cfg(target_arch = "x86_64")]
 mod x86_integer;
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 
 use super::lanes::Float;
@@ -36,6 +38,15 @@ impl Scales<'_> {
             Self::F32(all) => all.len(),
             Self::Bf16(all) => all.len(),
             Self::F16(all) => all.len(),
+        }
+    }
+
+    /// Some of them.
+    pub fn part(self, part: Range<usize>) -> Self {
+        match self {
+            Self::F32(all) => Self::F32(&all[part]),
+            Self::Bf16(all) => Self::Bf16(&all[part]),
+            Self::F16(all) => Self::F16(&all[part]),
         }
     }
 
