@@ -15,6 +15,8 @@ from drafter import EPS, MASK, TAPS, Drafter
 
 POINTER_PAIRS = slice(2, 10)  # rotary pairs that tell neighbours apart, but not too sharply
 POINTER_SIZE = 1.4  # norm weight of pointing queries and keys
+SHARP = 6.0  # scale of matrices in front of a norm: the larger, the slower they turn
+CAUTION = 0.5  # scale of the first scores: guesses are less certain than the target
 FIRST = 5  # the positions before have outsized streams that would rule every fit
 
 
@@ -38,6 +40,13 @@ def _factors(x: Tensor, fit: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The two factors, values [in, rank] and output [rank, out], that keep most of x @ fit."""
     _, _, right = torch.linalg.svd(x[:4000] @ fit, full_matrices=False)
     return fit @ right[:rank].T, right[:rank]
+
+
+def _balance(reader: Tensor, writer: Tensor) -> None:
+    """Give two matrices whose product counts the same rms, as they are taught at the same rate."""
+    ratio = (reader.square().mean() / writer.square().mean()) ** 0.25
+    reader.div_(ratio)
+    writer.mul_(ratio)
 
 
 @torch.no_grad()
@@ -71,9 +80,11 @@ def initial_drafter(weights: Weights, samples: list[Sample]) -> Drafter:
     drafter = Drafter()
     fc = 0.002 * torch.randn(HIDDEN, len(TAPS), HIDDEN, generator=rng)
     fc[:, -1] += torch.eye(HIDDEN)
-    drafter.fc.weight.copy_((fc / torch.stack(sizes)[:, None]).flatten(1))
+    # `hidden_norm` makes the scale of this matrix free, and the taps are large: at the scale that
+    # would undo theirs, an ordinary optimizer step would be as large as the matrix.
+    drafter.fc.weight.copy_((fc * size / torch.stack(sizes)[:, None]).flatten(1))
     drafter.hidden_norm.weight.copy_(last["attn_norm"])
-    drafter.norm.weight.copy_(weights["output_norm.weight"])
+    drafter.norm.weight.copy_(CAUTION * weights["output_norm.weight"])
 
     layer, attention = drafter.layers[0], drafter.layers[0].self_attn
     fit = _fit(torch.cat([context, anchor], -1), after)
@@ -90,10 +101,10 @@ def initial_drafter(weights: Weights, samples: list[Sample]) -> Drafter:
     found = found / (rows @ found.T).abs().mean(0)[:, None]
     query = pointer[:, None] * (mask / mask.square().sum())
     noise = 0.002 * torch.randn(HEADS, HEAD_DIM, HIDDEN, generator=rng)
-    attention.q_proj.weight.copy_((query + noise).flatten(0, 1))
+    attention.q_proj.weight.copy_(SHARP * (query + noise).flatten(0, 1))
     keys = torch.stack([pointer[:, None] * found[i] for i in (0, 0, 1)])
     noise = 0.002 * torch.randn(KV_HEADS, HEAD_DIM, HIDDEN, generator=rng)
-    attention.k_proj.weight.copy_((keys + noise).flatten(0, 1))
+    attention.k_proj.weight.copy_(SHARP * (keys + noise).flatten(0, 1))
     old_values, old_output = _factors(context, fit[:HIDDEN], 2 * HEAD_DIM)
     new_values, new_output = _factors(anchor, fit[HIDDEN:], HEAD_DIM)
     attention.v_proj.weight.copy_(torch.cat([old_values, new_values], -1).T)
@@ -121,4 +132,7 @@ def initial_drafter(weights: Weights, samples: list[Sample]) -> Drafter:
     layer.mlp.gate_proj.weight.copy_(last["ffn_gate"])
     layer.mlp.up_proj.weight.copy_(last["ffn_up"])
     layer.mlp.down_proj.weight.copy_(last["ffn_down"] / size)
+    for layer in drafter.layers:
+        _balance(layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight)
+        _balance(layer.mlp.up_proj.weight, layer.mlp.down_proj.weight)
     return drafter

@@ -56,14 +56,14 @@ class Budget:
 
 
 FULL = Budget(
-    prompts=dict(chat=110, code=45, copy=62),
+    prompts=dict(chat=330, code=135, copy=186),
     batch=104,
     limit=160,
-    own_chunks=1,
+    own_chunks=2,
     own_limit=160,
     eval_limit=128,
     golden_limit=48,
-    course=Course(steps=200),
+    course=Course(steps=500),
 )
 # Enough to walk every line of code; the drafter that comes out is of no use.
 SMOKE = replace(
@@ -75,7 +75,7 @@ SMOKE = replace(
     own_limit=24,
     eval_limit=12,
     golden_limit=12,
-    course=Course(steps=3, conversations=4),
+    course=Course(steps=3),
 )
 
 

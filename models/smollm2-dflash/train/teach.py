@@ -30,7 +30,7 @@ HARD_SHARE = 0.1  # of the training distribution that goes to the target's best 
 LENGTHS = {2: 1, 3: 2, 4: 5, BLOCK: 3}  # how often blocks of each length are set
 SLOT_WEIGHTS = (1.0, 0.8, 0.6, 0.4)
 UNREACHED = 0.2  # what a slot behind a wrong one counts in the end
-CHECKPOINT_EVERY = 10
+CHECKPOINT_EVERY = 25
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Course:
     """One training run. The rate warms up, holds, then falls linearly to `floor` times itself."""
 
     steps: int
-    conversations: int = 12  # per optimizer step
-    anchors: int = 96  # at most, in one of them
-    matrix_rate: float = 3e-3
+    conversations: int = 8  # per optimizer step
+    anchors: int = 64  # at most, in one of them
+    matrix_rate: float = 2e-3
     vector_rate: float = 1e-3
-    warmup: int = 10
+    warmup: int = 5
     decay: float = 0.7  # the fraction of steps over which the rate falls
     floor: float = 0.02
     seed: int = 0
