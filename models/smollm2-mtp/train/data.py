@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -40,16 +40,24 @@ class Sample(TypedDict):
 
     ids: Tensor  # int64 [n]
     hidden: Tensor  # f16 [n-1, HIDDEN], after the final norm
+    taps: NotRequired[Tensor]  # f16 [n-1, layers * HIDDEN], outputs of the layers asked for
     start: int
     temperature: float
     cls: str
     split: str
 
 
-def generate(target: Target, requests: list[Request], limit: int, seed: int) -> list[Sample]:
+def generate(
+    target: Target,
+    requests: list[Request],
+    limit: int,
+    seed: int,
+    layers: tuple[int, ...] = (),
+) -> list[Sample]:
     """Continue all `requests` in one batch, by at most `limit` tokens each.
 
-    Prompts are padded on the left, so that every row writes the same cache column.
+    Prompts are padded on the left, so that every row writes the same cache column. The outputs of
+    `layers` are kept as the samples' taps.
     """
     rng = torch.Generator().manual_seed(seed)
     batch = len(requests)
@@ -62,6 +70,8 @@ def generate(target: Target, requests: list[Request], limit: int, seed: int) -> 
     temperature = torch.tensor([r["temperature"] for r in requests])
     cache = Cache(batch, width + limit, target.dtype)
     hidden = torch.zeros(batch, width + limit, HIDDEN, dtype=torch.float16)
+    kept = torch.zeros(batch, width + limit, len(layers) * HIDDEN, dtype=torch.float16)
+    taps = dict.fromkeys(layers, torch.empty(0))
     last = torch.zeros(batch, HIDDEN)
     columns = torch.arange(width + limit)
     causal = columns[None, :width] <= columns[:width, None]
@@ -72,8 +82,10 @@ def generate(target: Target, requests: list[Request], limit: int, seed: int) -> 
         # A padding column sees itself: an empty softmax would be NaN.
         mask = (visible | torch.eye(width, dtype=torch.bool))[:, None]
         positions = (columns[:width] - offset).clamp(min=0)
-        h = target.forward(tokens[rows], positions, mask, cache, 0, rows)
+        h = target.forward(tokens[rows], positions, mask, cache, 0, rows, taps)
         hidden[rows, :width], last[rows] = h.half(), h[:, -1]
+        if layers:
+            kept[rows, :width] = _joined(taps)
 
     said: list[list[int]] = [[] for _ in requests]
     alive, done = torch.arange(batch), torch.zeros(batch, dtype=torch.bool)
@@ -92,8 +104,10 @@ def generate(target: Target, requests: list[Request], limit: int, seed: int) -> 
             cache.keep(rows)
         mask = (columns[: column + 1] >= pad[alive, None])[:, None, None]
         positions = (column - pad[alive])[:, None]
-        last = target.forward(choice[:, None], positions, mask, cache, column)[:, 0]
+        last = target.forward(choice[:, None], positions, mask, cache, column, taps=taps)[:, 0]
         hidden[alive, column] = last.half()
+        if layers:
+            kept[alive, column] = _joined(taps)[:, 0]
 
     samples = []
     for row, request in enumerate(requests):
@@ -108,8 +122,16 @@ def generate(target: Target, requests: list[Request], limit: int, seed: int) -> 
             temperature=request["temperature"],
             split=request["split"],
         )
+        if layers:
+            sample["taps"] = kept[row, first : first + len(ids) - 1].clone()
         samples.append(sample)
     return samples
+
+
+def _joined(taps: dict[int, Tensor]) -> Tensor:
+    """The taps side by side, in f16. A residual stream may hold more than f16 can: clamp."""
+    most = torch.finfo(torch.float16).max
+    return torch.cat(list(taps.values()), -1).clamp(-most, most).half()
 
 
 def draw(logits: Tensor, temperature: Tensor, rng: torch.Generator) -> Tensor:
@@ -155,6 +177,7 @@ def own_conversations(
     limit: int,
     temperatures: tuple[float, ...],
     seed: int,
+    layers: tuple[int, ...] = (),
 ) -> list[Sample]:
     """Conversations of which the target wrote both turns; a twentieth is marked as held out."""
     rng = random.Random(seed)
@@ -178,7 +201,7 @@ def own_conversations(
             split="own" if held else "train",
         )
         answers.setdefault(beginning, request)
-    samples = generate(target, list(answers.values())[:batch], limit, seed + 1)
+    samples = generate(target, list(answers.values())[:batch], limit, seed + 1, layers)
     for sample in samples:
         # Its own user turns teach as well as its answers. Held-out ones measure answers only.
         if sample["split"] == "train":

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +27,9 @@ from tokens import Chat
 
 BUNDLED = [Path(__file__).resolve().parents[1] / name for name in ("bf16", "4bit")]
 UNSEEN_LIMIT = 128  # tokens of an answer
+
+# Element [k][i]: is draft k right in a round whose bonus is response token i?
+Correct = Callable[[Sample], list[list[bool]]]
 
 
 @dataclass
@@ -50,9 +55,9 @@ class Acceptance:
 
 @torch.no_grad()
 def correct(
-    head: Head, vocabulary: Tensor, target: Target, sample: Sample, depth: int
+    head: Head, vocabulary: Tensor, target: Target, depth: int, sample: Sample
 ) -> list[list[bool]]:
-    """Element [k][i]: is draft k right in a round whose bonus is response token i?"""
+    """A `Correct` once everything but the sample is given."""
     ids, start = sample["ids"], sample["start"]
     outputs = head.chained(
         target.embedding[ids[1:-1]][None], sample["hidden"][None, :-1].float(), start - 1, depth
@@ -64,13 +69,11 @@ def correct(
     ]
 
 
-def measure(
-    head: Head, vocabulary: Tensor, target: Target, samples: list[Sample], depth: int
-) -> dict[str, Acceptance]:
+def measure(correct: Correct, samples: list[Sample], depth: int) -> dict[str, Acceptance]:
     """Draft along each greedy sample as an engine would; the result is by split and class."""
     result: dict[str, Acceptance] = {}
     for sample in samples:
-        right = correct(head, vocabulary, target, sample, depth)
+        right = correct(sample)
         split, cls = sample["split"], sample["cls"]
         groups = [split] if cls == split else [split, f"{split} {cls}"]
         sums = [result.setdefault(name, Acceptance(depth)) for name in groups]
@@ -89,25 +92,32 @@ def measure(
     return dict(sorted(result.items()))
 
 
+def show(name: str, ids: int, correct: Correct, samples: list[Sample], depth: int) -> None:
+    """Print what `measure` finds; `ids` is the size of the draft vocabulary."""
+    greedy = [s for s in samples if s["temperature"] == 0]
+    for group, a in measure(correct, greedy, depth).items():
+        chances = " ".join(f"{c:.2f}" for c in a.conditional())
+        print(
+            f"{name} {group}: {ids} ids, {a.sequences} answers, {a.rounds} passes, "
+            f"accepted by position {chances}, {a.tokens_per_pass():.2f} tokens per pass",
+            flush=True,
+        )
+
+
 def report(
     name: str, head: Head, vocabulary: Tensor, target: Target, samples: list[Sample], depth: int
 ) -> None:
-    """Print what `measure` finds for the reduced and the full vocabulary."""
-    greedy = [s for s in samples if s["temperature"] == 0]
+    """Show the acceptance with the reduced and the full vocabulary."""
     for ids in (vocabulary, torch.arange(VOCAB)):
-        for group, a in measure(head, ids, target, greedy, depth).items():
-            chances = " ".join(f"{c:.2f}" for c in a.conditional())
-            print(
-                f"{name} {group}: {len(ids)} ids, {a.sequences} answers, {a.rounds} passes, "
-                f"accepted by position {chances}, {a.tokens_per_pass():.2f} tokens per pass",
-                flush=True,
-            )
+        show(name, len(ids), partial(correct, head, ids, target, depth), samples, depth)
 
 
-def answer_unseen(target: Target, limit: int = UNSEEN_LIMIT) -> list[Sample]:
+def answer_unseen(
+    target: Target, limit: int = UNSEEN_LIMIT, layers: tuple[int, ...] = ()
+) -> list[Sample]:
     """Greedy answers to the prompts that no grammar makes."""
     chat = Chat()
-    return generate(target, compose_requests(chat, compose({}), (0.0,), 0), limit, 0)
+    return generate(target, compose_requests(chat, compose({}), (0.0,), 0), limit, 0, layers)
 
 
 def main() -> int:

@@ -33,12 +33,12 @@ def initial_head(weights: Weights, target: Target, samples: list[Sample]) -> Hea
     xy = torch.zeros(2 * HIDDEN, HIDDEN, dtype=torch.float64)
     sizes: list[Tensor] = []  # rms of stream, queries and keys, per sample
     for sample in samples:
-        tap: list[Tensor] = []
-        hidden = target.read(sample["ids"].tolist(), tap)
+        taps = {smol.LAYERS - 2: torch.empty(0)}
+        hidden = target.read(sample["ids"].tolist(), taps)
         embedding = target.embedding[sample["ids"]]
         # The first few positions have outsized hiddens that would rule the fit.
         x = torch.cat([_rms(embedding[1:]), _rms(hidden[:-1])], -1)[4:]
-        y = tap[0][0, 5:]
+        y = taps[smol.LAYERS - 2][0, 5:]
         xx += (x.T @ x).double()
         xy += (x.T @ y).double()
         h = F.rms_norm(y, (HIDDEN,), last["attn_norm"], smol.EPS)

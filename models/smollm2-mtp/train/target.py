@@ -90,21 +90,19 @@ class Target:
         cache: Cache,
         column: int,
         rows: slice = slice(None),
-        tap: list[Tensor] | None = None,
+        taps: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Run tokens [B, n], writing cache columns column .. column+n.
 
-        positions [B, n]; mask bool [B, 1, n, column+n]; `rows` are the cache rows in use; `tap`
-        receives the input of the last layer. Returns the hidden after the final norm, f32
-        [B, n, HIDDEN].
+        positions [B, n]; mask bool [B, 1, n, column+n]; `rows` are the cache rows in use; each
+        key of `taps` is a layer whose output, f32 [B, n, HIDDEN], becomes its value. Returns the
+        hidden after the final norm, f32 [B, n, HIDDEN].
         """
         batch, n = tokens.shape
         end = column + n
         x = self.embedding[tokens]
         tables = rope_tables(positions, HEAD_DIM, ROPE_THETA)
         for i, w in enumerate(self.layers):
-            if tap is not None and i == LAYERS - 1:
-                tap.append(x)
             h = F.rms_norm(x, (HIDDEN,), w["attn_norm"], EPS)
             qkv = self._linear(h, w["qkv"]).float().view(batch, n, -1, HEAD_DIM)
             q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 2)
@@ -117,16 +115,18 @@ class Target:
             h = F.rms_norm(x, (HIDDEN,), w["ffn_norm"], EPS)
             gate, up = self._linear(h, w["gate_up"]).chunk(2, -1)
             x = x + self._linear(F.silu(gate) * up, w["ffn_down"]).float()
+            if taps is not None and i in taps:
+                taps[i] = x
         return F.rms_norm(x, (HIDDEN,), self.final_norm, EPS)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., HIDDEN] -> f32 logits [..., VOCAB]."""
         return self._linear(hidden, self.output).float()
 
-    def read(self, ids: list[int], tap: list[Tensor] | None = None) -> Tensor:
-        """The hidden of every position of one sequence, [n, HIDDEN]."""
+    def read(self, ids: list[int], taps: dict[int, Tensor] | None = None) -> Tensor:
+        """The hidden of every position of one sequence, [n, HIDDEN]; `taps` as in `forward`."""
         n = len(ids)
         mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
         cache = Cache(1, n, self.dtype)
         tokens, positions = torch.tensor([ids]), torch.arange(n)[None]
-        return self.forward(tokens, positions, mask, cache, 0, tap=tap)[0]
+        return self.forward(tokens, positions, mask, cache, 0, taps=taps)[0]
