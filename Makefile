@@ -24,7 +24,7 @@ BIN      := $(DESTDIR)$(PREFIX)/bin
 LIB      := $(DESTDIR)$(PREFIX)/lib/mlxhost
 MODELS   := $(DESTDIR)$(PREFIX)/share/mlxhost/models
 TARGET   := smollm2-135m-instruct
-DRAFTERS := smollm2-mtp
+DRAFTERS := smollm2-mtp/bf16 smollm2-mtp/4bit smollm2-dflash/4bit
 
 .PHONY: help build model run test lint bench bench-peers bench-kernels bench-instructions install clean
 
@@ -97,11 +97,12 @@ install: model build ## program, plugins, libmlx and demo model below PREFIX
 	for file in models/$(TARGET)/*.gguf models/$(TARGET)/LICENSE.txt; do \
 	  install -m 644 "$$file" "$(MODELS)/$(TARGET)/"; \
 	done; \
-	for head in bf16 4bit; do \
-	  install -d "$(MODELS)/$(DRAFTERS)/$$head"; \
-	  install -m 644 models/$(DRAFTERS)/$$head/*.json* models/$(DRAFTERS)/$$head/*.safetensors "$(MODELS)/$(DRAFTERS)/$$head/"; \
-	done; \
-	install -m 644 models/$(DRAFTERS)/LICENSE models/$(DRAFTERS)/NOTICE "$(MODELS)/$(DRAFTERS)/"
+	for dir in $(DRAFTERS); do \
+	  to="$(MODELS)/$$dir"; \
+	  install -d "$$to"; \
+	  install -m 644 models/$$dir/*.json* models/$$dir/*.safetensors "$$to/"; \
+	  install -m 644 models/$$dir/../LICENSE models/$$dir/../NOTICE "$$to/../"; \
+	done
 	@echo 'Installed. For the plugins: --plugin-dir $(PREFIX)/lib/mlxhost/plugins, or MLXHOST_PLUGIN_PATH.'
 
 clean: ## remove what was built (not the fetched model, nor the MLX cache)

@@ -36,11 +36,12 @@ fn decode(target: &Rc<TargetHandle>, drafter: &Rc<Drafter>) -> Duration {
         stop_ids: Vec::new(),
         stop: Vec::new(),
         depth: Some(3),
+        deadline: None,
     };
     let requests = vec![(request, events, Arc::new(AtomicBool::new(false)))];
     let started = Instant::now();
     let costs = Rc::new(RefCell::new(Costs::load(None)));
-    Group::new(target.clone(), Some(drafter), None, costs, requests).run();
+    Group::serve(target.clone(), Some(drafter), None, costs, requests);
     let took = started.elapsed();
     let done = inbox.iter().any(|event| matches!(event, Event::Done(_)));
     assert!(done, "the answer is complete");

@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use mlxhost::checkpoint::Checkpoint;
-use mlxhost::engine::{Engine, EngineConfig, Event, Finish, Request, Round, Running, Stats};
+use mlxhost::engine::{
+    Engine, EngineConfig, Event, Finish, Limits, Request, Round, Running, Stats,
+};
 use mlxhost::plugin::{DrafterSource, Library, PluginFile};
 use mlxhost::text::{GgufVocab, Tokenizer};
 use plugin_api::sampling::Sampling;
@@ -25,6 +27,7 @@ pub fn engine(path: &Path, drafter: Option<DrafterSource>) -> Engine {
         tokenizer: Some(Arc::new(tokenizer.expect("the model has a tokenizer"))),
         drafter,
         costs: None,
+        limits: Limits::default(),
     };
     Engine::start(config, |_| {}).expect("the engine starts")
 }
@@ -50,6 +53,7 @@ pub fn request(prompt: &[i32], max_tokens: usize) -> Request {
         stop: Vec::new(),
         // Fixed: the depth that a host chooses depends on what else the machine does.
         depth: Some(4),
+        deadline: None,
     }
 }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, Subcommand};
+use mlxhost::engine::Limits;
 use mlxhost::kernels::{self, pool};
 
 const EXAMPLES: &str = "\
@@ -14,6 +15,8 @@ Examples:
       Your own model and drafter; without a prompt this is a chat.
   git diff | mlxhost --model M --system 'Write a commit message.' --no-draft
       The prompt from standard input, decoded without drafts.
+  mlxhost batch --input requests.jsonl --output answers.jsonl --plugin plugins/qwen_mtp.so
+      Many requests, several at a time; an interrupted run goes on where it stopped.
   mlxhost plugins inspect plugins/ngram.so
       What a plugin is, without running it.
   mlxhost drafter split --from Qwen3.5-0.8B --out qwen3.5-0.8b-mtp --bits 4
@@ -34,6 +37,8 @@ pub struct Args {
 
 #[derive(Subcommand)]
 pub enum Command {
+    /// Answer many requests from a file, several at a time.
+    Batch(Box<BatchArgs>),
     /// Measure how fast a model runs on this machine, alone.
     Bench(BenchArgs),
     /// Write a model's logits and hidden states to a file, to compare with other engines.
@@ -46,6 +51,45 @@ pub enum Command {
 
 #[derive(clap::Args)]
 pub struct GenerateArgs {
+    #[command(flatten)]
+    pub models: ModelArgs,
+
+    /// The prompt [default: a chat on a terminal, else standard input].
+    #[arg(long, value_name = "TEXT", help_heading = "Prompt")]
+    pub prompt: Option<String>,
+    /// The prompt as token ids: 1,2,3 or @FILE. No template is applied.
+    #[arg(
+        long,
+        value_name = "IDS",
+        conflicts_with_all = ["prompt", "raw"],
+        help_heading = "Prompt"
+    )]
+    pub prompt_tokens: Option<String>,
+
+    #[command(flatten)]
+    pub answer: AnswerArgs,
+
+    /// Say afterwards what the answer took.
+    #[arg(long, help_heading = "Output")]
+    pub stats: bool,
+    /// Colour the tokens that came from the drafter.
+    #[arg(long, conflicts_with = "json", help_heading = "Output")]
+    pub show_drafts: bool,
+    /// Print one JSON object instead of text.
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+}
+
+impl GenerateArgs {
+    /// What every answer is to be like, and the depth of its drafts.
+    pub fn ask(&self) -> (&AnswerArgs, Option<u32>) {
+        (&self.answer, self.models.depth)
+    }
+}
+
+/// What computes.
+#[derive(clap::Args)]
+pub struct ModelArgs {
     #[command(flatten)]
     pub plugins: PluginPaths,
 
@@ -71,23 +115,16 @@ pub struct GenerateArgs {
 
     #[command(flatten)]
     pub compute: Compute,
+}
 
-    /// The prompt [default: a chat on a terminal, else standard input].
-    #[arg(long, value_name = "TEXT", help_heading = "Prompt")]
-    pub prompt: Option<String>,
-    /// The prompt as token ids: 1,2,3 or @FILE. No template is applied.
-    #[arg(
-        long,
-        value_name = "IDS",
-        conflicts_with = "prompt",
-        help_heading = "Prompt"
-    )]
-    pub prompt_tokens: Option<String>,
+/// What an answer is to be like.
+#[derive(clap::Args)]
+pub struct AnswerArgs {
     /// Instructions before the conversation.
     #[arg(long, value_name = "TEXT", help_heading = "Prompt")]
     pub system: Option<String>,
     /// Continue the text as it is, without the model's chat template.
-    #[arg(long, conflicts_with_all = ["system", "prompt_tokens"], help_heading = "Prompt")]
+    #[arg(long, conflicts_with = "system", help_heading = "Prompt")]
     pub raw: bool,
 
     /// The most tokens to generate [default: as the model says, else 512].
@@ -134,16 +171,44 @@ pub struct GenerateArgs {
     /// The same seed gives the same answer, with any drafter or none [default: random].
     #[arg(long, value_name = "N", help_heading = "Answer")]
     pub seed: Option<u64>,
+}
 
-    /// Say afterwards what the answer took.
-    #[arg(long, help_heading = "Output")]
-    pub stats: bool,
-    /// Colour the tokens that came from the drafter.
-    #[arg(long, conflicts_with = "json", help_heading = "Output")]
-    pub show_drafts: bool,
-    /// Print one JSON object instead of text.
-    #[arg(long, help_heading = "Output")]
-    pub json: bool,
+/// Requests in a file.
+#[derive(clap::Args)]
+pub struct BatchArgs {
+    #[command(flatten)]
+    pub models: ModelArgs,
+
+    /// Requests, one JSON object per line: `prompt`, `messages` or `prompt_tokens`; and, where they differ from
+    /// the options here, `id`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `stop`, `depth`,
+    /// `deadline` in seconds.
+    #[arg(long, value_name = "FILE", help_heading = "Batch")]
+    pub input: PathBuf,
+    /// Answers, one JSON object per line, in the order in which they are complete. What is answered there
+    /// already is not asked again: an interrupted run goes on where it stopped.
+    #[arg(long, value_name = "FILE", help_heading = "Batch")]
+    pub output: PathBuf,
+    /// Requests that are worked on together.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Batch")]
+    pub concurrency: u16,
+    /// Memory that their caches may take together, in MiB [default: no limit].
+    #[arg(long, value_name = "MIB", help_heading = "Batch")]
+    pub cache_memory: Option<u32>,
+
+    #[command(flatten)]
+    pub answer: AnswerArgs,
+}
+
+impl BatchArgs {
+    /// What the engine may do at a time.
+    pub fn limits(&self) -> Limits {
+        Limits {
+            rows: usize::from(self.concurrency),
+            cache_bytes: self
+                .cache_memory
+                .map_or(u64::MAX, |mib| u64::from(mib) << 20),
+        }
+    }
 }
 
 /// How a CPU computes.

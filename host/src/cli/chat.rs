@@ -29,11 +29,14 @@ pub fn run(args: &GenerateArgs, loaded: &Loaded, interrupt: &Interrupt) -> Resul
     let mut editor = DefaultEditor::new()
         .map_err(|e| CliError::Failure(format!("can't read from the terminal: {e}")))?;
     let drafter = match loaded.engine.drafter() {
-        Some((name, depth)) => format!("drafted by {name}, {} deep", args.depth.unwrap_or(depth)),
+        Some((name, depth)) => format!(
+            "drafted by {name}, {} deep",
+            args.models.depth.unwrap_or(depth)
+        ),
         None => "without a drafter".to_owned(),
     };
     eprintln!("{}, {drafter}. /help for help.", loaded.engine.facts().name);
-    let mut messages = prompt::beginning(args);
+    let mut messages = prompt::beginning(&args.answer);
     loop {
         let line = match editor.readline("> ") {
             Ok(line) => line,
@@ -54,7 +57,7 @@ pub fn run(args: &GenerateArgs, loaded: &Loaded, interrupt: &Interrupt) -> Resul
                 continue;
             }
             "/reset" => {
-                messages = prompt::beginning(args);
+                messages = prompt::beginning(&args.answer);
                 continue;
             }
             command if command.starts_with('/') && !command.contains(' ') => {
@@ -63,12 +66,12 @@ pub fn run(args: &GenerateArgs, loaded: &Loaded, interrupt: &Interrupt) -> Resul
             }
             text => messages.push(Message::new(Role::User, text)),
         }
-        let tokens = if args.raw {
+        let tokens = if args.answer.raw {
             tokenizer.encode(&messages[messages.len() - 1].content, true)?
         } else {
             prompt::encode_chat(tokenizer, &messages)?
         };
-        let request = generate::request(args, &loaded.defaults, Some(tokenizer), tokens);
+        let request = generate::request(args.ask(), &loaded.defaults, Some(tokenizer), tokens);
         let mut printer = Printer::new(args.show_drafts);
         interrupt.take();
         let (_, text, answer) =

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use mlxhost::engine::{Answer, Engine, Event, Finish, Request};
+use mlxhost::engine::{Answer, Engine, Event, Finish, Limits, Request};
 use mlxhost::text::{GenerationDefaults, Tokenizer};
 use plugin_api::sampling::Sampling;
 
-use super::args::GenerateArgs;
+use super::args::{AnswerArgs, GenerateArgs};
 use super::error::CliError;
 use super::output::{self, Printer};
 use super::prompt::{self, Prompt};
@@ -19,18 +19,20 @@ const DEFAULT_MAX_TOKENS: usize = 512;
 /// Answers one prompt, or chats.
 pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let prompt = prompt::find(args)?;
-    let loaded = load::load(args)?;
+    let limits = Limits::default();
+    let loaded = load::load(&args.models, limits, args.prompt_tokens.is_some())?;
     let interrupt = Interrupt::install()?;
     let needs = || CliError::input("the model has no tokenizer; give --prompt-tokens");
     let tokens = match prompt {
         Prompt::Tokens(tokens) => tokens,
         Prompt::Text(text) => {
             let tokenizer = loaded.tokenizer.as_deref().ok_or_else(needs)?;
-            prompt::encode(tokenizer, &text, args)?
+            prompt::encode(tokenizer, &text, &args.answer)?
         }
         Prompt::Chat => return chat::run(args, &loaded, &interrupt),
     };
-    let request = request(args, &loaded.defaults, loaded.tokenizer.as_deref(), tokens);
+    let tokenizer = loaded.tokenizer.as_deref();
+    let request = request(args.ask(), &loaded.defaults, tokenizer, tokens);
     let mut printer = (!args.json).then(|| Printer::new(args.show_drafts));
     let (ids, text, answer) = answer(&loaded.engine, request, printer.as_mut(), &interrupt)?;
     if args.json {
@@ -51,7 +53,7 @@ pub struct Interrupt {
 }
 
 impl Interrupt {
-    fn install() -> Result<Self, CliError> {
+    pub fn install() -> Result<Self, CliError> {
         let pressed = Arc::new(AtomicBool::new(false));
         let flag = pressed.clone();
         ctrlc::set_handler(move || {
@@ -74,9 +76,9 @@ impl Interrupt {
     }
 }
 
-/// What the user and the model's own files ask for.
+/// What the user and the model's own files ask for, at that depth.
 pub fn request(
-    args: &GenerateArgs,
+    (args, depth): (&AnswerArgs, Option<u32>),
     defaults: &GenerationDefaults,
     tokenizer: Option<&Tokenizer>,
     prompt: Vec<i32>,
@@ -112,7 +114,8 @@ pub fn request(
             _ => Vec::new(),
         },
         stop: args.stop.clone(),
-        depth: args.depth,
+        depth,
+        deadline: None,
     }
 }
 

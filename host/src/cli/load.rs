@@ -7,19 +7,19 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use mlxhost::LoadError;
 use mlxhost::checkpoint::Checkpoint;
-use mlxhost::engine::{Engine, EngineConfig};
+use mlxhost::engine::{Engine, EngineConfig, Limits};
 use mlxhost::kernels::{self, pool};
 use mlxhost::paths;
 use mlxhost::plugin::{DrafterSource, Registry};
 use mlxhost::text::{GenerationDefaults, GgufVocab, Tokenizer};
 use sha2::{Digest, Sha256};
 
-use super::args::{GenerateArgs, PluginPaths};
+use super::args::{ModelArgs, PluginPaths};
 use super::error::CliError;
 
 /// The bundled target and its drafters, below a `models` directory.
 const BUNDLED_MODEL: &str = "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf";
-const BUNDLED_DRAFTERS: [&str; 1] = ["smollm2-mtp/4bit"];
+const BUNDLED_DRAFTERS: [&str; 2] = ["smollm2-mtp/4bit", "smollm2-dflash/4bit"];
 
 /// Shorter loads need no progress bar.
 const PATIENCE: Duration = Duration::from_millis(500);
@@ -31,8 +31,8 @@ pub struct Loaded {
     pub defaults: GenerationDefaults,
 }
 
-/// Loads what the user named.
-pub fn load(args: &GenerateArgs) -> Result<Loaded, CliError> {
+/// Loads what the user named. `ids_alone`: a model without a tokenizer will do.
+pub fn load(args: &ModelArgs, limits: Limits, ids_alone: bool) -> Result<Loaded, CliError> {
     args.compute.apply();
     let registry = registry(&args.plugins)?;
     let (model, bundled) = match &args.model {
@@ -40,7 +40,7 @@ pub fn load(args: &GenerateArgs) -> Result<Loaded, CliError> {
         None => (bundled(BUNDLED_MODEL)?, true),
     };
     let checkpoint = Arc::new(Checkpoint::open(&model)?);
-    let tokenizer = tokenizer(&checkpoint, args.prompt_tokens.is_some())?.map(Arc::new);
+    let tokenizer = tokenizer(&checkpoint, ids_alone)?.map(Arc::new);
     let defaults = if model.is_dir() {
         GenerationDefaults::from_dir(&model)?
     } else {
@@ -52,6 +52,7 @@ pub fn load(args: &GenerateArgs) -> Result<Loaded, CliError> {
         checkpoint,
         tokenizer: tokenizer.clone(),
         costs: drafter.as_ref().and_then(|drafter| costs(&model, drafter)),
+        limits,
         drafter,
     };
     let progress = Progress::new("loading", bytes);
@@ -149,7 +150,7 @@ pub fn tokenizer(checkpoint: &Checkpoint, optional: bool) -> Result<Option<Token
 
 /// What drafts, if anything.
 fn drafter(
-    args: &GenerateArgs,
+    args: &ModelArgs,
     registry: &Registry,
     target: &Checkpoint,
     bundled_model: bool,

@@ -1,6 +1,7 @@
 //! The command line: arguments in, text and exit codes out.
 
 mod args;
+mod batch;
 mod bench;
 mod chat;
 mod drafter;
@@ -26,6 +27,7 @@ pub fn main() -> ExitCode {
     log::init();
     let outcome = match &args.command {
         None => generate::run(&args.generate),
+        Some(Command::Batch(batch)) => batch::run(batch),
         Some(Command::Bench(bench)) => bench::run(bench),
         Some(Command::Eval(eval)) => eval::run(eval),
         Some(Command::Plugins(plugins)) => plugins::run(plugins),

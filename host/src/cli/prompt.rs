@@ -4,7 +4,7 @@ use std::io::{IsTerminal, Read};
 
 use mlxhost::text::{Message, Role, Tokenizer};
 
-use super::args::GenerateArgs;
+use super::args::{AnswerArgs, GenerateArgs};
 use super::error::CliError;
 
 /// Longer prompts on standard input or in files are refused.
@@ -94,11 +94,7 @@ pub fn encode_chat(tokenizer: &Tokenizer, messages: &[Message]) -> Result<Vec<i3
 }
 
 /// The tokens of a text.
-pub fn encode(
-    tokenizer: &Tokenizer,
-    text: &str,
-    args: &GenerateArgs,
-) -> Result<Vec<i32>, CliError> {
+pub fn encode(tokenizer: &Tokenizer, text: &str, args: &AnswerArgs) -> Result<Vec<i32>, CliError> {
     if args.raw {
         return Ok(tokenizer.encode(text, true)?);
     }
@@ -108,7 +104,7 @@ pub fn encode(
 }
 
 /// What comes before the user's first message.
-pub fn beginning(args: &GenerateArgs) -> Vec<Message> {
+pub fn beginning(args: &AnswerArgs) -> Vec<Message> {
     let system = args.system.as_deref();
     system
         .map(|text| Message::new(Role::System, text))

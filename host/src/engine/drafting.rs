@@ -198,6 +198,23 @@ impl Drafting {
         self.call(|rows| with_advance(&progress, |advance| rows.commit(advance)));
     }
 
+    /// Takes in the rows of another group's drafting; false, with nothing changed here, if the two can't be
+    /// one. Where the drafter fails at it, the other goes on without drafts.
+    pub fn join(&mut self, other: &mut Self) -> bool {
+        self.tell();
+        other.tell();
+        let (Some(rows), Some(_)) = (&mut self.rows, &other.rows) else {
+            return self.rows.is_none() && other.rows.is_none();
+        };
+        match other.rows.take().map(|more| rows.append(more)) {
+            Some(Err(error)) => {
+                other.give_up(error.message());
+                false
+            }
+            _ => true,
+        }
+    }
+
     /// Keeps the given rows.
     pub fn filter(&mut self, keep: &[u32]) {
         self.tell();

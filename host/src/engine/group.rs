@@ -29,52 +29,110 @@ pub struct Group {
     pub(super) rows: Vec<Row>,
     pub(super) drafting: Drafting,
     pub(super) costs: Rc<RefCell<Costs>>,
+    /// Prompt tokens of every row that were processed, as far as it has so many.
+    prefilled: usize,
+    /// The first tokens of answers whose prompts are processed while others are not.
+    firsts: Vec<Option<i32>>,
+}
+
+/// Passes that a row's prompt takes.
+pub(super) fn chunks(row: &Row) -> usize {
+    row.request.prompt.len().div_ceil(PREFILL_CHUNK)
 }
 
 impl Group {
-    /// A group of valid requests (see [`Request::validate`]), each with the channel that hears of
-    /// it and the flag that cancels it.
-    pub fn new(
+    /// A group of requests that begin together.
+    pub(super) fn new(
         target: Rc<TargetHandle>,
         drafter: Option<&Rc<Drafter>>,
-        tokenizer: Option<&Arc<Tokenizer>>,
         costs: Rc<RefCell<Costs>>,
-        requests: Vec<(Request, Sender<Event>, Arc<AtomicBool>)>,
+        mut rows: Vec<Row>,
     ) -> Self {
-        let specs: Vec<_> = requests
+        let specs: Vec<_> = rows
             .iter()
-            .map(|(request, ..)| RowSpec {
-                sampling: request.sampling,
+            .map(|row| RowSpec {
+                sampling: row.request.sampling,
             })
             .collect();
-        let rows = requests
-            .into_iter()
-            .map(|(request, events, cancel)| Row::new(request, tokenizer.cloned(), events, cancel));
+        rows.iter_mut().for_each(Row::begin);
         Self {
             caches: target.model().new_caches(),
             drafting: drafter.map_or_else(Drafting::none, |drafter| {
                 Drafting::open(drafter, &target, &specs)
             }),
-            rows: rows.collect(),
+            rows,
+            firsts: vec![None; specs.len()],
+            prefilled: 0,
             costs,
             target,
         }
     }
 
-    /// Serves all requests to their end.
-    pub fn run(mut self) {
-        let outcome = self.prefill().and_then(|()| {
-            while !self.rows.is_empty() {
-                self.round()?;
-                self.drop_cancelled()?;
-            }
-            Ok(())
-        });
-        if let Err(error) = outcome {
-            for row in self.rows.drain(..) {
-                row.fail(error.message());
+    /// Serves valid requests (see [`Request::validate`]), each with the channel that hears of it and the flag
+    /// that cancels it, to their end, and nobody else.
+    pub fn serve(
+        target: Rc<TargetHandle>,
+        drafter: Option<&Rc<Drafter>>,
+        tokenizer: Option<&Arc<Tokenizer>>,
+        costs: Rc<RefCell<Costs>>,
+        requests: Vec<(Request, Sender<Event>, Arc<AtomicBool>)>,
+    ) {
+        let rows = requests
+            .into_iter()
+            .map(|(request, events, cancel)| Row::new(request, tokenizer.cloned(), events, cancel));
+        let mut group = Self::new(target, drafter, costs, rows.collect());
+        while !group.rows.is_empty() {
+            let outcome = match group.has_prompts() {
+                true => group.prefill(),
+                false => group.round().and_then(|()| group.drop_ended()),
+            };
+            if let Err(error) = outcome {
+                return group.fail(error.message());
             }
         }
+    }
+
+    /// Whether there are prompts to be processed yet.
+    pub(super) fn has_prompts(&self) -> bool {
+        self.rows
+            .iter()
+            .any(|row| row.request.prompt.len() > self.prefilled)
+    }
+
+    /// Ends all requests without an answer.
+    pub(super) fn fail(self, why: &str) {
+        for row in self.rows {
+            row.fail(why);
+        }
+    }
+
+    /// Takes in the rows of another group that has processed its prompts; gives it back, as it was, if they
+    /// can't be one. Prepared in full before anything changes here: the drafter's part comes last, and
+    /// it is the drafter's to leave all as it was if it fails.
+    pub(super) fn join(&mut self, mut other: Self) -> Option<Self> {
+        let prepared = || -> Result<Vec<LayerCache>> {
+            let pairs = self.caches.iter().zip(&other.caches);
+            let caches = pairs
+                .map(|(a, b)| a.joined(b))
+                .collect::<Result<Vec<_>>>()?;
+            let state: Vec<&Tensor> = caches.iter().flat_map(LayerCache::tensors).collect();
+            Tensor::eval_all(&state)?;
+            Ok(caches)
+        };
+        let caches = match prepared() {
+            Ok(caches) => caches,
+            Err(error) => {
+                tracing::debug!("rows stay apart: {}", error.message());
+                return Some(other);
+            }
+        };
+        if !self.drafting.join(&mut other.drafting) {
+            return Some(other);
+        }
+        self.caches = caches;
+        self.rows.append(&mut other.rows);
+        self.firsts.append(&mut other.firsts);
+        None
     }
 
     pub(super) fn model(&self) -> &Rc<Model> {
@@ -85,22 +143,23 @@ impl Group {
         self.rows.iter().map(|row| row.processed as i32).collect()
     }
 
-    /// Processes the prompts, delivers every row's first token, and lets the drafter follow.
-    fn prefill(&mut self) -> Result<()> {
-        let longest = self.rows.iter().map(|row| row.request.prompt.len()).max();
-        let mut firsts: Vec<Option<i32>> = vec![None; self.rows.len()];
-        for start in (0..longest.unwrap_or(0)).step_by(PREFILL_CHUNK) {
-            if self.rows.iter().all(Row::is_cancelled) {
-                break;
-            }
-            self.prefill_chunk(start, &mut firsts)?;
+    /// One pass over the prompts. After the last one, delivers every row's first token.
+    pub(super) fn prefill(&mut self) -> Result<()> {
+        self.drop_ended()?;
+        if self.rows.is_empty() {
+            return Ok(());
+        }
+        let mut firsts = std::mem::take(&mut self.firsts);
+        let outcome = self.prefill_chunk(self.prefilled, &mut firsts);
+        self.firsts = firsts;
+        outcome?;
+        self.prefilled += PREFILL_CHUNK;
+        if self.has_prompts() {
+            return Ok(());
         }
         let mut finished = Vec::new();
-        for (row, first) in self.rows.iter_mut().zip(firsts) {
-            finished.push(match first {
-                Some(first) => row.deliver(&[first], 0).finish,
-                None => Some(Finish::Cancelled),
-            });
+        for (row, first) in self.rows.iter_mut().zip(&self.firsts) {
+            finished.push(first.and_then(|first| row.deliver(&[first], 0).finish));
         }
         self.drop_finished(&finished)
     }
@@ -181,9 +240,9 @@ impl Group {
         Ok(())
     }
 
-    fn drop_cancelled(&mut self) -> Result<()> {
-        let cancelled = |row: &Row| row.is_cancelled().then_some(Finish::Cancelled);
-        let finished: Vec<_> = self.rows.iter().map(cancelled).collect();
+    /// Takes out the rows that end from outside.
+    pub(super) fn drop_ended(&mut self) -> Result<()> {
+        let finished: Vec<_> = self.rows.iter().map(Row::ended).collect();
         self.drop_finished(&finished)
     }
 
@@ -204,6 +263,7 @@ impl Group {
             self.caches = caches.collect::<Result<_>>()?;
         }
         let plugin = self.drafting.plugin().map(str::to_owned);
+        self.firsts = keep.iter().map(|&row| self.firsts[row as usize]).collect();
         let rows = std::mem::take(&mut self.rows);
         for (row, finish) in rows.into_iter().zip(finished) {
             match finish {

@@ -8,6 +8,7 @@ mod group;
 mod request;
 mod round;
 mod row;
+mod scheduler;
 mod stats;
 mod thread;
 
@@ -15,4 +16,4 @@ pub use depth::Costs;
 pub use group::Group;
 pub use request::{Answer, Event, Finish, Request, RequestError, Token};
 pub use stats::{Round, Stats};
-pub use thread::{Engine, EngineConfig, EngineError, Running};
+pub use thread::{Engine, EngineConfig, EngineError, Limits, Running};

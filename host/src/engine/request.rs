@@ -1,5 +1,7 @@
 //! What is asked of the engine, and what comes back.
 
+use std::time::Duration;
+
 use plugin_api::sampling::Sampling;
 
 use super::Stats;
@@ -19,6 +21,8 @@ pub struct Request {
     pub stop: Vec<String>,
     /// The tokens to draft per round; none: chosen round by round, by what pays.
     pub depth: Option<u32>,
+    /// The time that it may take from its submission on; what is there by then is the answer.
+    pub deadline: Option<Duration>,
 }
 
 /// A request that cannot be served.
@@ -113,6 +117,8 @@ pub enum Finish {
     Length,
     /// The request was cancelled.
     Cancelled,
+    /// Its time was over.
+    Deadline,
 }
 
 impl Finish {
@@ -122,6 +128,7 @@ impl Finish {
             Self::Stop => "stop",
             Self::Length => "length",
             Self::Cancelled => "cancelled",
+            Self::Deadline => "deadline",
         }
     }
 }

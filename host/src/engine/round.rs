@@ -87,6 +87,7 @@ impl Group {
                 accepted: verdict.accepted.min(delivered.count),
                 drafted,
             });
+            row.stats.rows += rows;
             kept.push(delivered.count as i32);
             finished.push(delivered.finish);
         }

@@ -23,7 +23,9 @@ pub(super) struct Row {
     stream: Option<TextStream>,
     events: Sender<Event>,
     cancel: Arc<AtomicBool>,
-    started: Instant,
+    /// When it came, and when work on it began.
+    came: Instant,
+    began: Option<Instant>,
     first_token: Option<Instant>,
 }
 
@@ -56,7 +58,8 @@ impl Row {
             acceptance: Acceptance::default(),
             events,
             cancel,
-            started: Instant::now(),
+            came: Instant::now(),
+            began: None,
             first_token: None,
         }
     }
@@ -64,6 +67,17 @@ impl Row {
     /// Tokens that may still be generated.
     pub fn remaining(&self) -> usize {
         self.request.max_tokens.saturating_sub(self.stats.tokens)
+    }
+
+    /// Work on the request begins.
+    pub fn begin(&mut self) {
+        self.began = Some(Instant::now());
+    }
+
+    /// Whether the time that it had is over.
+    pub fn is_late(&self) -> bool {
+        let deadline = self.request.deadline;
+        deadline.is_some_and(|deadline| self.came.elapsed() > deadline)
     }
 
     pub fn is_cancelled(&self) -> bool {
@@ -115,7 +129,9 @@ impl Row {
         let rest = self.stream.as_mut().map(TextStream::finish);
         let now = Instant::now();
         let first = self.first_token.unwrap_or(now);
-        self.stats.prefill = first - self.started;
+        let began = self.began.unwrap_or(now);
+        self.stats.queued = began - self.came;
+        self.stats.prefill = first.saturating_duration_since(began);
         self.stats.decode = now - first;
         self.stats.drafter = drafter.map(str::to_owned);
         let _ = self.events.send(Event::Done(Answer {

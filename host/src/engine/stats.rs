@@ -11,7 +11,11 @@ pub struct Stats {
     pub tokens: usize,
     /// The target passes after the prompt's.
     pub rounds: Vec<Round>,
-    /// Time from the start until the first token.
+    /// Requests that shared its rounds, summed over them, this one included.
+    pub rows: usize,
+    /// Time from the submission until work on it began.
+    pub queued: Duration,
+    /// Time from then until the first token.
     pub prefill: Duration,
     /// Time from the first token to the last.
     pub decode: Duration,
@@ -58,6 +62,11 @@ impl Stats {
     /// Tokens per target pass; the first token comes from the prompt's pass and does not count.
     pub fn tokens_per_pass(&self) -> f64 {
         self.tokens.saturating_sub(1) as f64 / self.rounds.len().max(1) as f64
+    }
+
+    /// Requests per round, this one included.
+    pub fn rows_per_round(&self) -> f64 {
+        self.rows as f64 / self.rounds.len().max(1) as f64
     }
 
     /// Tokens per second after the first one.

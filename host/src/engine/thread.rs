@@ -1,6 +1,7 @@
 //! The engine thread and the handle to it.
 
 use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -12,8 +13,8 @@ use std::time::Duration;
 use plugin_api::TargetFacts;
 
 use super::depth::Costs;
-use super::group::Group;
 use super::request::{Event, Request, RequestError};
+use super::scheduler::Scheduler;
 use crate::backend;
 use crate::checkpoint::Checkpoint;
 use crate::error::LoadError;
@@ -31,6 +32,28 @@ pub struct EngineConfig {
     pub drafter: Option<DrafterSource>,
     /// Where to keep from run to run what rounds cost, by which depths are chosen.
     pub costs: Option<PathBuf>,
+    /// How much is done at a time.
+    pub limits: Limits,
+}
+
+/// How much an engine does at a time; what is beyond waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Requests that are worked on together, at least one.
+    pub rows: usize,
+    /// Bytes that the caches of their models may take, each at the longest that its request allows. A single
+    /// request may take more.
+    pub cache_bytes: u64,
+}
+
+impl Default for Limits {
+    /// Eight requests, however long.
+    fn default() -> Self {
+        Self {
+            rows: 8,
+            cache_bytes: u64::MAX,
+        }
+    }
 }
 
 /// The engine cannot be used.
@@ -58,7 +81,7 @@ pub struct Engine {
     has_tokenizer: bool,
 }
 
-type Submission = (Request, Sender<Event>, Arc<AtomicBool>);
+pub(super) type Submission = (Request, Sender<Event>, Arc<AtomicBool>);
 
 /// A request that is being served. Dropping it cancels the request.
 pub struct Running {
@@ -127,7 +150,7 @@ impl Engine {
         running.pop().ok_or(EngineError::Stopped)
     }
 
-    /// Serves several requests together, as rows of one group. They give what each gives alone.
+    /// Serves several requests that come at the same time. They give what each gives alone.
     ///
     /// # Errors
     /// A request is invalid (then none is served), or the engine has stopped.
@@ -228,20 +251,17 @@ fn serve(
         return;
     }
     let _finish = backend::Finish;
-    let costs = Rc::new(RefCell::new(Costs::load(config.costs)));
-    while let Ok(submissions) = inbox.recv() {
-        let group = Group::new(
-            target.clone(),
-            drafter.as_ref(),
-            config.tokenizer.as_ref(),
-            costs.clone(),
-            submissions,
-        );
-        group.run();
-        if drafter.is_some() {
-            costs.borrow().save();
-        }
-    }
+    let scheduler = Scheduler {
+        target,
+        drafter,
+        tokenizer: config.tokenizer,
+        costs: Rc::new(RefCell::new(Costs::load(config.costs))),
+        limits: config.limits,
+        waiting: VecDeque::new(),
+        prompts: VecDeque::new(),
+        answers: Vec::new(),
+    };
+    scheduler.run(inbox);
 }
 
 fn load(config: &EngineConfig) -> Result<(Rc<TargetHandle>, Option<Rc<Drafter>>), LoadError> {

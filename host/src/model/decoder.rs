@@ -43,6 +43,13 @@ impl Layer {
         }
     }
 
+    fn cache_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+        match self {
+            Self::Plain(layer) => layer.cache_bytes(tokens, dtype),
+            Self::Gemma(layer) => layer.cache_bytes(tokens, dtype),
+        }
+    }
+
     fn tensors(&self) -> Vec<&Tensor> {
         match self {
             Self::Plain(layer) => layer.tensors(),
@@ -124,6 +131,12 @@ impl Decoder {
     pub fn new_caches(&self) -> Vec<LayerCache> {
         let own = self.layers.iter().take(self.cache_count());
         own.map(Layer::new_cache).collect()
+    }
+
+    /// Bytes of a row's caches after so many tokens.
+    pub fn cache_bytes(&self, tokens: usize) -> u64 {
+        let own = self.layers.iter().take(self.cache_count());
+        own.map(|layer| layer.cache_bytes(tokens, self.dtype)).sum()
     }
 
     fn cache_count(&self) -> usize {

@@ -113,6 +113,11 @@ impl Model {
         self.decoder.new_caches()
     }
 
+    /// Bytes of a row's caches after so many tokens.
+    pub fn cache_bytes(&self, tokens: usize) -> u64 {
+        self.decoder.cache_bytes(tokens)
+    }
+
     /// Runs `ids` `[B, T]` i32 through all layers.
     ///
     /// # Errors

@@ -11,6 +11,8 @@ use crate::model::TargetHandle;
 /// A group of rows. Any error means that the group is of no use any more.
 pub struct Rows {
     raw: RawRows,
+    /// Whether they are ours to give back.
+    owned: bool,
     drafter: Rc<Drafter>,
     /// The plugin holds pointers to it.
     _target: Rc<TargetHandle>,
@@ -18,7 +20,9 @@ pub struct Rows {
 
 impl Drop for Rows {
     fn drop(&mut self) {
-        self.raw.table.drop()(self.raw.this);
+        if self.owned {
+            self.raw.table.drop()(self.raw.this);
+        }
     }
 }
 
@@ -34,6 +38,7 @@ impl Rows {
     pub(super) fn new(raw: RawRows, drafter: Rc<Drafter>, target: Rc<TargetHandle>) -> Self {
         Self {
             raw,
+            owned: true,
             drafter,
             _target: target,
         }
@@ -103,12 +108,34 @@ impl Rows {
         })
     }
 
+    /// Takes in the rows of another group of the same drafter. On an error these are as before, and the
+    /// others are gone.
+    pub fn append(&mut self, mut other: Self) -> Result<()> {
+        let expected = self.count() + other.count();
+        // The plugin owns them from here on, whatever comes of it.
+        other.owned = false;
+        self.raw.table.append()(self.raw.this, other.raw)
+            .into_result()
+            .map_err(fault)?;
+        match self.count() {
+            count if count == expected => Ok(()),
+            count => {
+                let problem = format!("has {count} rows after an append to {expected}");
+                Err(Error::failed(problem))
+            }
+        }
+    }
+
+    fn count(&self) -> usize {
+        self.raw.table.row_count()(self.raw.this) as usize
+    }
+
     /// Keeps the given rows, strictly ascending.
     pub fn filter(&mut self, keep: &[u32]) -> Result<()> {
         self.raw.table.filter_rows()(self.raw.this, keep.into())
             .into_result()
             .map_err(fault)?;
-        let count = self.raw.table.row_count()(self.raw.this) as usize;
+        let count = self.count();
         if count == keep.len() {
             Ok(())
         } else {

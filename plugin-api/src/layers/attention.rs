@@ -1,5 +1,6 @@
 //! Attention over a row-wise cache, full or in a sliding window; causal, or over blocks.
 
+use crate::abi::DType;
 use crate::checkpoint::Weights;
 use crate::error::Result;
 use crate::layers::{KvCache, Linear, Project, RmsNorm, Rope, Step};
@@ -105,6 +106,15 @@ impl Attention {
     /// An empty cache of the kind that it needs.
     pub fn new_cache(&self) -> KvCache {
         KvCache::new(self.config.window)
+    }
+
+    /// Bytes of a row's cache after so many tokens.
+    pub fn cache_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+        let AttentionConfig {
+            kv_heads, head_dim, ..
+        } = self.config;
+        let per_token = 2 * kv_heads as u64 * head_dim as u64 * dtype.size().unwrap_or(4) as u64;
+        self.new_cache().columns(tokens) as u64 * per_token
     }
 
     /// The projection of what [`Attention::mixed`] gives back to the residual stream.

@@ -43,6 +43,15 @@ impl KvCache {
         }
     }
 
+    /// Columns that it has after so many tokens, in passes of usual width.
+    pub fn columns(&self, tokens: usize) -> usize {
+        let tokens = i32::try_from(tokens).unwrap_or(i32::MAX - GROWTH);
+        match self.window {
+            0 => capacity(tokens) as usize,
+            window => capacity(tokens).min(capacity(window + WIDEST)) as usize,
+        }
+    }
+
     /// Its keys and values, `[B, heads, capacity, D]`, once there are any.
     pub fn buffers(&self) -> Option<(&Tensor, &Tensor)> {
         self.buffers.as_ref().map(|(keys, values)| (keys, values))

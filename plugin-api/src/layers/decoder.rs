@@ -1,6 +1,6 @@
 //! The pre-norm residual layer of Llama, Qwen3 and Qwen3.5, dense or with experts.
 
-use crate::abi::UnaryOp;
+use crate::abi::{DType, UnaryOp};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::layers::{
@@ -89,6 +89,14 @@ impl DecoderLayer {
         match &self.mixer {
             Mixer::Attention(layer) => LayerCache::Kv(layer.new_cache()),
             Mixer::Delta(_) => LayerCache::Delta(DeltaCache::default()),
+        }
+    }
+
+    /// Bytes of a row's cache after so many tokens.
+    pub fn cache_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+        match &self.mixer {
+            Mixer::Attention(layer) => layer.cache_bytes(tokens, dtype),
+            Mixer::Delta(layer) => layer.cache_bytes(dtype),
         }
     }
 

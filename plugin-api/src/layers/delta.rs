@@ -105,6 +105,14 @@ impl GatedDeltaNet {
         })
     }
 
+    /// Bytes of a row's cache.
+    pub fn cache_bytes(&self, dtype: DType) -> u64 {
+        let config = &self.config;
+        let conv = (config.kernel - 1) as u64 * config.channels() as u64;
+        let state = config.values() as u64 * config.key_dim as u64;
+        conv * dtype.size().unwrap_or(4) as u64 + 4 * state
+    }
+
     /// The tensors it holds.
     pub fn tensors(&self) -> Vec<&Tensor> {
         [&self.qkv, &self.z, &self.b, &self.a, &self.out]

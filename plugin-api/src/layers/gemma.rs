@@ -1,6 +1,6 @@
 //! The layer of Gemma 4: norms before and after each part, and an input of its own per layer.
 
-use crate::abi::UnaryOp;
+use crate::abi::{DType, UnaryOp};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::layers::{
@@ -164,6 +164,11 @@ impl GemmaLayer {
     /// An empty cache of the kind that this layer looks at.
     pub fn new_cache(&self) -> LayerCache {
         LayerCache::Kv(self.attention.new_cache())
+    }
+
+    /// Bytes of a row's cache after so many tokens.
+    pub fn cache_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+        self.attention.cache_bytes(tokens, dtype)
     }
 
     /// The tensors it holds.
