@@ -34,7 +34,8 @@ pub fn run(args: &EvalArgs) -> Result<(), CliError> {
         .taps
         .iter()
         .zip(&taps)
-        .find(|(_, tap)| !model.has_tap(**tap))
+        // Drafters may count the last hidden as one layer more; here it has a name.
+        .find(|(_, tap)| !model.has_tap(**tap) || tap.point == model.facts().layers)
     {
         let layers = facts.layers;
         return Err(CliError::input(format!(
