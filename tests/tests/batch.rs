@@ -78,6 +78,36 @@ fn a_batch_answers_like_single_requests_and_goes_on_where_it_stopped() {
     assert_eq!(names.len(), requests.len());
 }
 
+/// The sum of a prompt and such a limit once wrapped around.
+#[test]
+fn a_limit_beyond_all_numbers_is_no_crash_and_a_deadline_ends_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let endless = json!({"prompt_tokens": [1, 2], "max_tokens": u64::MAX, "deadline": 0.3});
+    ask(
+        dir,
+        &[endless, json!({"prompt_tokens": [3], "max_tokens": 2})],
+    );
+    let output = batch(dir, &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let mut ends: Vec<(String, Value)> = answers(dir)
+        .into_iter()
+        .map(|(id, answer)| (id.to_string(), answer["finish_reason"].clone()))
+        .collect();
+    ends.sort_by(|a, b| a.0.cmp(&b.0));
+    let (one, two) = (json!("deadline"), json!("length"));
+    assert_eq!(ends, [("1".to_owned(), one), ("2".to_owned(), two)]);
+}
+
+#[test]
+fn an_id_that_comes_twice_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let request = json!({"id": "a", "prompt_tokens": [1], "max_tokens": 1});
+    ask(dir, &[request.clone(), request]);
+    assert_refused(&batch(dir, &[]), 2, &["line 2", "the id \"a\" comes twice"]);
+}
+
 #[test]
 fn a_request_that_makes_no_sense_is_located() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 //! Many requests from a file, answered together, one line per answer.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::Path;
@@ -146,14 +146,17 @@ impl Batch<'_> {
         let line: Line = serde_json::from_str(text)
             .map_err(|e| self.refuse(number, &format!("no request: {e}")))?;
         let id = line.id.clone().unwrap_or_else(|| json!(number));
-        if !self.answered.ids.insert(id.to_string()) {
-            if self.answered.is_new(&id) {
+        match self.answered.ids.get(&id.to_string()) {
+            None => {}
+            Some(State::Asked) => {
                 return Err(self.refuse(number, &format!("the id {id} comes twice")));
             }
-            self.bar.inc(1);
-            return Ok(());
+            Some(State::Before) => {
+                self.bar.inc(1);
+                return Ok(());
+            }
         }
-        self.answered.new.insert(id.to_string());
+        self.answered.ids.insert(id.to_string(), State::Asked);
         let request = self
             .request(line)
             .map_err(|e| self.refuse(number, &e.to_string()))?;
@@ -330,10 +333,17 @@ fn next_line(
 struct Answered {
     file: File,
     path: std::path::PathBuf,
-    /// Ids as JSON text: those in the file, and those that are being answered.
-    ids: HashSet<String>,
-    new: HashSet<String>,
+    /// By id as JSON text.
+    ids: HashMap<String, State>,
     before: usize,
+}
+
+/// What became of an id.
+enum State {
+    /// Its answer was in the file.
+    Before,
+    /// The input has named it.
+    Asked,
 }
 
 impl Answered {
@@ -350,7 +360,7 @@ impl Answered {
             .open(path);
         let mut file = file.map_err(|e| refuse(&e))?;
         let mut reader = BufReader::new(&mut file);
-        let (mut ids, mut end, mut number) = (HashSet::new(), 0, 0);
+        let (mut ids, mut end, mut number) = (HashMap::new(), 0, 0);
         while let Some(line) = next_line(&mut reader, path, number)? {
             number += 1;
             if !line.ends_with('\n') {
@@ -366,7 +376,7 @@ impl Answered {
                 ))
             })?;
             if let Some(id) = answer.get("id").filter(|_| answer.get("error").is_none()) {
-                ids.insert(id.to_string());
+                ids.insert(id.to_string(), State::Before);
             }
         }
         file.set_len(end).map_err(|e| refuse(&e))?;
@@ -376,12 +386,7 @@ impl Answered {
             path: path.to_owned(),
             before: ids.len(),
             ids,
-            new: HashSet::new(),
         })
-    }
-
-    fn is_new(&self, id: &Value) -> bool {
-        self.new.contains(&id.to_string())
     }
 
     fn write(&mut self, answer: &Value) -> Result<(), CliError> {

@@ -82,14 +82,19 @@ impl Group {
             .map(|(request, events, cancel)| Row::new(request, tokenizer.cloned(), events, cancel));
         let mut group = Self::new(target, drafter, costs, rows.collect());
         while !group.rows.is_empty() {
-            let outcome = match group.has_prompts() {
-                true => group.prefill(),
-                false => group.round().and_then(|()| group.drop_ended()),
-            };
-            if let Err(error) = outcome {
+            if let Err(error) = group.step() {
                 return group.fail(error.message());
             }
         }
+    }
+
+    /// One pass over the prompts while there are any, then one round. Rows that end leave.
+    pub(super) fn step(&mut self) -> Result<()> {
+        if self.has_prompts() {
+            return self.prefill();
+        }
+        self.round()?;
+        self.drop_ended()
     }
 
     /// Whether there are prompts to be processed yet.
@@ -132,6 +137,7 @@ impl Group {
         self.caches = caches;
         self.rows.append(&mut other.rows);
         self.firsts.append(&mut other.firsts);
+        self.prefilled = self.prefilled.max(other.prefilled);
         None
     }
 
@@ -144,7 +150,7 @@ impl Group {
     }
 
     /// One pass over the prompts. After the last one, delivers every row's first token.
-    pub(super) fn prefill(&mut self) -> Result<()> {
+    fn prefill(&mut self) -> Result<()> {
         self.drop_ended()?;
         if self.rows.is_empty() {
             return Ok(());
@@ -241,7 +247,7 @@ impl Group {
     }
 
     /// Takes out the rows that end from outside.
-    pub(super) fn drop_ended(&mut self) -> Result<()> {
+    fn drop_ended(&mut self) -> Result<()> {
         let finished: Vec<_> = self.rows.iter().map(Row::ended).collect();
         self.drop_finished(&finished)
     }

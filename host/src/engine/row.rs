@@ -74,14 +74,16 @@ impl Row {
         self.began = Some(Instant::now());
     }
 
-    /// Whether the time that it had is over.
-    pub fn is_late(&self) -> bool {
-        let deadline = self.request.deadline;
-        deadline.is_some_and(|deadline| self.came.elapsed() > deadline)
-    }
-
-    pub fn is_cancelled(&self) -> bool {
-        self.cancel.load(Ordering::Relaxed)
+    /// How it ends from outside, if it does: cancelled, or because its time is over.
+    pub fn ended(&self) -> Option<Finish> {
+        let is_late = |deadline| self.came.elapsed() > deadline;
+        if self.cancel.load(Ordering::Relaxed) {
+            Some(Finish::Cancelled)
+        } else if self.request.deadline.is_some_and(is_late) {
+            Some(Finish::Deadline)
+        } else {
+            None
+        }
     }
 
     /// Delivers a round's tokens up to the end of the answer; the first `drafted` of them came from

@@ -8,7 +8,6 @@ use std::sync::mpsc::Receiver;
 
 use super::depth::Costs;
 use super::group::{Group, chunks};
-use super::request::Finish;
 use super::row::Row;
 use super::thread::{Limits, Submission};
 use crate::model::TargetHandle;
@@ -21,20 +20,40 @@ use crate::text::Tokenizer;
 /// never waits for more than one piece of somebody's prompt, and a request that comes late joins the
 /// others between two rounds. It gives what it would give alone.
 pub(super) struct Scheduler {
-    pub target: Rc<TargetHandle>,
-    pub drafter: Option<Rc<Drafter>>,
-    pub tokenizer: Option<Arc<Tokenizer>>,
-    pub costs: Rc<RefCell<Costs>>,
-    pub limits: Limits,
+    target: Rc<TargetHandle>,
+    drafter: Option<Rc<Drafter>>,
+    tokenizer: Option<Arc<Tokenizer>>,
+    costs: Rc<RefCell<Costs>>,
+    limits: Limits,
     /// Not begun, in the order in which they came.
-    pub waiting: VecDeque<Row>,
+    waiting: VecDeque<Row>,
     /// Whose prompts are being processed, by whose turn it is.
-    pub prompts: VecDeque<Group>,
+    prompts: VecDeque<Group>,
     /// Whose answers are being decoded.
-    pub answers: Vec<Group>,
+    answers: Vec<Group>,
 }
 
 impl Scheduler {
+    /// One without anything to do.
+    pub fn new(
+        target: Rc<TargetHandle>,
+        drafter: Option<Rc<Drafter>>,
+        tokenizer: Option<Arc<Tokenizer>>,
+        costs: Costs,
+        limits: Limits,
+    ) -> Self {
+        Self {
+            target,
+            drafter,
+            tokenizer,
+            costs: Rc::new(RefCell::new(costs)),
+            limits,
+            waiting: VecDeque::new(),
+            prompts: VecDeque::new(),
+            answers: Vec::new(),
+        }
+    }
+
     /// Serves until nobody can ask any more and nothing is left to do.
     pub fn run(mut self, inbox: &Receiver<Vec<Submission>>) {
         loop {
@@ -117,7 +136,8 @@ impl Scheduler {
 
     /// What a row's caches take at its longest.
     fn bytes(&self, row: &Row) -> u64 {
-        let tokens = row.request.prompt.len() + row.request.max_tokens;
+        let request = &row.request;
+        let tokens = request.prompt.len().saturating_add(request.max_tokens);
         self.target.model().cache_bytes(tokens)
     }
 
@@ -126,7 +146,7 @@ impl Scheduler {
         let Some(mut group) = self.prompts.pop_front() else {
             return;
         };
-        match group.prefill() {
+        match group.step() {
             Ok(()) if group.rows.is_empty() => {}
             Ok(()) if group.has_prompts() => self.prompts.push_back(group),
             Ok(()) => self.settle(group),
@@ -149,24 +169,11 @@ impl Scheduler {
     fn decode(&mut self) {
         let groups = std::mem::take(&mut self.answers);
         for mut group in groups {
-            match group.round().and_then(|()| group.drop_ended()) {
+            match group.step() {
                 Ok(()) if group.rows.is_empty() => {}
                 Ok(()) => self.answers.push(group),
                 Err(error) => group.fail(error.message()),
             }
-        }
-    }
-}
-
-/// How a row ends from outside, if it does.
-impl Row {
-    pub(super) fn ended(&self) -> Option<Finish> {
-        if self.is_cancelled() {
-            Some(Finish::Cancelled)
-        } else if self.is_late() {
-            Some(Finish::Deadline)
-        } else {
-            None
         }
     }
 }

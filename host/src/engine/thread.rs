@@ -1,7 +1,5 @@
 //! The engine thread and the handle to it.
 
-use std::cell::RefCell;
-use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -251,17 +249,8 @@ fn serve(
         return;
     }
     let _finish = backend::Finish;
-    let scheduler = Scheduler {
-        target,
-        drafter,
-        tokenizer: config.tokenizer,
-        costs: Rc::new(RefCell::new(Costs::load(config.costs))),
-        limits: config.limits,
-        waiting: VecDeque::new(),
-        prompts: VecDeque::new(),
-        answers: Vec::new(),
-    };
-    scheduler.run(inbox);
+    let costs = Costs::load(config.costs);
+    Scheduler::new(target, drafter, config.tokenizer, costs, config.limits).run(inbox);
 }
 
 fn load(config: &EngineConfig) -> Result<(Rc<TargetHandle>, Option<Rc<Drafter>>), LoadError> {
