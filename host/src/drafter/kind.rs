@@ -203,6 +203,8 @@ impl Description {
 
     fn dflash(&mut self, config: &Value) {
         self.of_same_width(config);
+        // The type that is stated is that of its own layers.
+        self.target.model = None;
         let own = config.get("dflash_config").unwrap_or(&Value::Null);
         self.block = size(own, "block_size").or(self.block);
         self.drafts = self.block.map(|block| block.saturating_sub(1));
