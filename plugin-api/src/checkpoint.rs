@@ -39,6 +39,16 @@ impl Checkpoint {
         })
     }
 
+    /// What a drafter with weights was given, or the refusal of nothing.
+    pub fn needed(given: Option<Self>, plugin: &str) -> Result<Self> {
+        let refusal = || {
+            Error::invalid(format!(
+                "a {plugin} drafter needs its checkpoint (--drafter)"
+            ))
+        };
+        given.ok_or_else(refusal)
+    }
+
     /// Takes over a handle that the host made.
     ///
     /// # Safety

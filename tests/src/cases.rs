@@ -54,6 +54,16 @@ impl Copy {
         self.write(file, bytes)
     }
 
+    /// Keeps the tensors of `model.safetensors` that `keep` wants.
+    pub fn keep_tensors(&self, keep: impl Fn(&str) -> bool) -> &Self {
+        let path = self.path().join("model.safetensors");
+        let bytes = std::fs::read(&path).expect("a file of tensors");
+        let file = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
+        let kept = file.tensors().into_iter().filter(|(name, _)| keep(name));
+        safetensors::serialize_to_file(kept, None, &path).expect("the file can be written");
+        self
+    }
+
     /// Sets a key of a JSON file, named by its JSON pointer; null removes it.
     pub fn set(&self, file: &str, pointer: &str, value: Value) -> &Self {
         let mut json = crate::json(&self.path().join(file));
@@ -66,6 +76,20 @@ impl Copy {
         };
         self.write(file, json.to_string())
     }
+}
+
+/// A target with a drafter, through a plugin of this workspace; `more` has the prompt.
+pub fn draft_with(plugin: &str, target: &Path, drafter: &Path, more: &[&str]) -> Output {
+    let library = crate::plugin(plugin);
+    let args = [
+        "--plugin",
+        crate::text(&library),
+        "--model",
+        crate::text(target),
+        "--drafter",
+        crate::text(drafter),
+    ];
+    crate::run(&[&args[..], more].concat())
 }
 
 /// A changed copy of a plugin's library, in a directory of its own.

@@ -3,26 +3,15 @@
 use std::path::Path;
 use std::process::Output;
 
-use mlxhost_tests::cases::{Copy, assert_plain, assert_refused, stderr};
+use mlxhost_tests::cases::{self, Copy, assert_plain, assert_refused, stderr};
+use mlxhost_tests::checkpoint;
 use mlxhost_tests::tensors;
-use mlxhost_tests::{checkpoint, plugin, run};
 use serde_json::{Value, json};
 
 fn draft_with(name: &str, target: &str, drafter: &Path, more: &[&str]) -> Output {
-    let (library, target) = (plugin(name), checkpoint(target));
-    let args = [
-        "--plugin",
-        library.to_str().unwrap(),
-        "--model",
-        target.to_str().unwrap(),
-        "--drafter",
-        drafter.to_str().unwrap(),
-        "--prompt-tokens",
-        "1,2,3",
-        "--max-tokens",
-        "6",
-    ];
-    run(&[&args[..], more].concat())
+    let prompt = ["--prompt-tokens", "1,2,3", "--max-tokens", "6"];
+    let more = [&prompt[..], more].concat();
+    cases::draft_with(name, &checkpoint(target), drafter, &more)
 }
 
 /// A changed key, to what, and what is said of it.
@@ -256,10 +245,7 @@ fn a_dspark_drafter_that_does_not_fit_is_refused_naming_both() {
 /// A copy of a drafter without the tensors whose names contain a text.
 fn without(drafter: &str, part: &str) -> Copy {
     let copy = Copy::of(drafter);
-    let path = copy.path().join("model.safetensors");
-    let mut all = tensors::read(&path);
-    all.retain(|name, _| !name.contains(part));
-    tensors::write(&all, &path);
+    copy.keep_tensors(|name| !name.contains(part));
     copy
 }
 

@@ -3,25 +3,14 @@
 use std::path::Path;
 use std::process::Output;
 
-use mlxhost_tests::cases::{Copy, assert_plain, assert_refused, replace, stderr};
+use mlxhost_tests::cases::{self, Copy, assert_plain, assert_refused, replace, stderr};
 use mlxhost_tests::{checkpoint, plugin, run};
 use serde_json::{Value, json};
 
 /// The Qwen3.5 target with a drafter, through the plugin `qwen_mtp`.
 fn draft_with(drafter: &Path) -> Output {
-    let (library, target) = (plugin("qwen_mtp"), checkpoint("qwen3_5-f32"));
-    run(&[
-        "--plugin",
-        library.to_str().unwrap(),
-        "--model",
-        target.to_str().unwrap(),
-        "--drafter",
-        drafter.to_str().unwrap(),
-        "--prompt",
-        "hello",
-        "--max-tokens",
-        "4",
-    ])
+    let prompt = ["--prompt", "hello", "--max-tokens", "4"];
+    cases::draft_with("qwen_mtp", &checkpoint("qwen3_5-f32"), drafter, &prompt)
 }
 
 /// A change to a config: where, to what, and what is said of it.
@@ -108,22 +97,13 @@ fn a_drafter_of_another_vocabulary_is_refused() {
     );
 }
 
-/// Keeps the tensors of a checkpoint's file that `keep` wants.
-fn keep_tensors(copy: &Copy, keep: impl Fn(&str) -> bool) {
-    let path = copy.path().join("model.safetensors");
-    let bytes = std::fs::read(&path).unwrap();
-    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let kept = file.tensors().into_iter().filter(|(name, _)| keep(name));
-    safetensors::serialize_to_file(kept, None, &path).unwrap();
-}
-
 #[test]
 fn a_drafter_without_all_its_weights_is_told_which_are_missing() {
     let drafter = Copy::of("qwen3_5_mtp-f32");
-    keep_tensors(&drafter, |name| name != "fc.weight");
+    drafter.keep_tensors(|name| name != "fc.weight");
     let says = [drafter.arg(), "missing tensors: fc.weight"];
     assert_refused(&draft_with(drafter.path()), 2, &says);
-    keep_tensors(&drafter, |name| !name.starts_with("layers"));
+    drafter.keep_tensors(|name| !name.starts_with("layers"));
     assert_refused(&draft_with(drafter.path()), 2, &["fc.weight", "and 9 more"]);
 }
 
@@ -190,19 +170,8 @@ fn a_drafter_whose_weights_have_another_shape_costs_only_the_drafts() {
 
 /// A target with an assistant for Gemma 4.
 fn assisted(target: &Path, drafter: &Path) -> Output {
-    let library = plugin("gemma_assistant");
-    run(&[
-        "--plugin",
-        library.to_str().unwrap(),
-        "--model",
-        target.to_str().unwrap(),
-        "--drafter",
-        drafter.to_str().unwrap(),
-        "--prompt-tokens",
-        "1,2,3",
-        "--max-tokens",
-        "4",
-    ])
+    let prompt = ["--prompt-tokens", "1,2,3", "--max-tokens", "4"];
+    cases::draft_with("gemma_assistant", target, drafter, &prompt)
 }
 
 #[test]

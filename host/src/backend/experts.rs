@@ -241,8 +241,7 @@ pub(super) extern "C" fn route(scores: RawTensor, k: i32, scale: RawTensor) -> R
 fn route_by_mlx(scores: &Array, k: i32, scale: Option<&Array>) -> OpResult<Vec<Array>> {
     let wide = scores.as_dtype(Dtype::Float32).explain()?;
     let order = mlx::argsort_axis(wide.negative().explain()?, -1).explain()?;
-    let (mut starts, mut stops) = (vec![0; scores.ndim()], scores.shape().to_vec());
-    starts.fill(0);
+    let (starts, mut stops) = (vec![0; scores.ndim()], scores.shape().to_vec());
     if let Some(last) = stops.last_mut() {
         *last = k;
     }

@@ -11,7 +11,7 @@ use std::rc::Rc;
 
 use plugin_api::block::BlockRows;
 use plugin_api::{
-    Checkpoint, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Shared, Target, TargetFacts,
+    Checkpoint, Drafter, DrafterInfo, Options, Result, RowSpec, Shared, Target, TargetFacts,
     export_plugin,
 };
 
@@ -29,8 +29,7 @@ impl Drafter for DeepSpec {
     type Rows = BlockRows<DSpark>;
 
     fn load(checkpoint: Option<Checkpoint>, options: &mut Options) -> Result<Self> {
-        let checkpoint = checkpoint
-            .ok_or_else(|| Error::invalid("a deepspec drafter needs its checkpoint (--drafter)"))?;
+        let checkpoint = Checkpoint::needed(checkpoint, "deepspec")?;
         let settings = Settings::read(&checkpoint, options)?;
         settings.require_tensors(&checkpoint)?;
         Ok(Self {

@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use plugin_api::block::{BlockDrafter, BlockRows};
 use plugin_api::{
-    Checkpoint, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Shared, Target, TargetFacts,
+    Checkpoint, Drafter, DrafterInfo, Options, Result, RowSpec, Shared, Target, TargetFacts,
     export_plugin,
 };
 
@@ -32,8 +32,7 @@ impl Drafter for DFlash {
     type Rows = BlockRows<dyn BlockDrafter>;
 
     fn load(checkpoint: Option<Checkpoint>, options: &mut Options) -> Result<Self> {
-        let checkpoint = checkpoint
-            .ok_or_else(|| Error::invalid("a dflash drafter needs its checkpoint (--drafter)"))?;
+        let checkpoint = Checkpoint::needed(checkpoint, "dflash")?;
         let format = if checkpoint.config()?.opt_str("kind")? == Some("dspark-drafter") {
             let settings = snapshot::Settings::read(&checkpoint, options)?;
             settings.require_tensors(&checkpoint)?;

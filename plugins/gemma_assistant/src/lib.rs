@@ -13,8 +13,8 @@ use std::rc::Rc;
 
 use plugin_api::layers::GemmaKind;
 use plugin_api::{
-    Checkpoint, DonorFacts, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Shared, Tap,
-    Target, TargetFacts, export_plugin,
+    Checkpoint, DonorFacts, Drafter, DrafterInfo, Options, Result, RowSpec, Shared, Tap, Target,
+    TargetFacts, export_plugin,
 };
 
 use model::Assistant;
@@ -32,9 +32,7 @@ impl Drafter for GemmaAssistant {
     type Rows = AssistantRows;
 
     fn load(checkpoint: Option<Checkpoint>, options: &mut Options) -> Result<Self> {
-        let checkpoint = checkpoint.ok_or_else(|| {
-            Error::invalid("a gemma_assistant drafter needs its checkpoint (--drafter)")
-        })?;
+        let checkpoint = Checkpoint::needed(checkpoint, "gemma_assistant")?;
         let settings = Settings::read(&checkpoint, options)?;
         settings.require_tensors(&checkpoint)?;
         Ok(Self {

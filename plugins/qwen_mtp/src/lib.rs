@@ -12,7 +12,7 @@ mod settings;
 use std::rc::Rc;
 
 use plugin_api::{
-    Checkpoint, Drafter, DrafterInfo, Error, Options, Result, RowSpec, Shared, Target, TargetFacts,
+    Checkpoint, Drafter, DrafterInfo, Options, Result, RowSpec, Shared, Target, TargetFacts,
     export_plugin,
 };
 
@@ -31,8 +31,7 @@ impl Drafter for QwenMtp {
     type Rows = MtpRows;
 
     fn load(checkpoint: Option<Checkpoint>, options: &mut Options) -> Result<Self> {
-        let checkpoint = checkpoint
-            .ok_or_else(|| Error::invalid("a qwen_mtp drafter needs its checkpoint (--drafter)"))?;
+        let checkpoint = Checkpoint::needed(checkpoint, "qwen_mtp")?;
         let settings = Settings::read(&checkpoint, options)?;
         settings.require_tensors(&checkpoint)?;
         Ok(Self {
