@@ -10,6 +10,7 @@ pub mod kernels;
 pub mod model;
 pub mod paths;
 pub mod plugin;
+pub mod prefix;
 pub mod text;
 
 pub use error::{LoadError, LoadErrorKind};

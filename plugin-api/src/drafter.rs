@@ -4,6 +4,7 @@ use crate::abi::{DonorKind, RowSpec, Tap};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::options::Options;
+use crate::state::RowState;
 use crate::target::{Target, TargetFacts};
 use crate::tensor::Tensor;
 
@@ -67,6 +68,18 @@ pub trait DraftRows: Sized + 'static {
 
     /// Rows in the group.
     fn row_count(&self) -> usize;
+
+    /// What one row needs to go on from here in another group, copied. None, the default: no more than its
+    /// tokens, which [`DraftRows::prefill`] is told again; right for drafters without taps.
+    fn capture(&self, _row: usize) -> Result<Option<RowState>> {
+        Ok(None)
+    }
+
+    /// Puts a new group of one row where the row of a captured state was, maybe in another process. Whoever
+    /// captures must restore.
+    fn restore(&mut self, _state: &RowState) -> Result<()> {
+        Err(Error::unsupported("its rows are not captured"))
+    }
 }
 
 /// Tokens that the target has processed since the last call, for every row of the group.

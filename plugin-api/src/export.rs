@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::marker::PhantomData;
 
 use abi_stable::prefix_type::WithMetadata;
-use abi_stable::std_types::{RErr, ROk, RSlice};
+use abi_stable::std_types::{RErr, ROk, ROption, RSlice};
 
 use crate::abi::{self, Fault, FaultCode, RawProvider, RawRows, Reply};
 use crate::checkpoint::Checkpoint;
@@ -12,6 +12,7 @@ use crate::drafter::{Advance, Donor, DraftRequest, DraftRows, Drafter, RowAdvanc
 use crate::error::{Error, Result};
 use crate::guard;
 use crate::options::Options;
+use crate::state::RowState;
 use crate::target::{Target, TargetFacts};
 use crate::tensor::Tensor;
 
@@ -89,6 +90,8 @@ impl<D: Drafter> Tables<D> {
         filter_rows: filter_rows::<D::Rows>,
         append: append::<D::Rows>,
         row_count: row_count::<D::Rows>,
+        capture: capture::<D::Rows>,
+        restore: restore::<D::Rows>,
     }));
 
     /// The root module, for a host that links the plugin statically.
@@ -269,6 +272,26 @@ extern "C" fn row_count<R: DraftRows>(this: *mut c_void) -> u32 {
         ROk(count) => count,
         RErr(_) => 0,
     }
+}
+
+extern "C" fn capture<R: DraftRows>(this: *mut c_void, row: u32) -> Reply<ROption<abi::RowState>> {
+    with(this, |rows: &mut R| {
+        if row as usize >= rows.row_count() {
+            return Err(Error::failed(format!("there is no row {row} to capture")));
+        }
+        let state = rows.capture(row as usize)?;
+        Ok(state.map(RowState::into_abi).into())
+    })
+}
+
+extern "C" fn restore<R: DraftRows>(this: *mut c_void, state: &abi::RowState) -> Reply<()> {
+    with(this, |rows: &mut R| {
+        if rows.row_count() != 1 {
+            return Err(Error::failed("a state is of one row"));
+        }
+        // SAFETY: the host lends live handles for the time of the call.
+        rows.restore(&unsafe { RowState::borrow_abi(state) })
+    })
 }
 
 /// Refuses characters that would need escaping in the manifest, at compile time.

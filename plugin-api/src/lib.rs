@@ -33,6 +33,7 @@ pub mod layers;
 mod options;
 mod rows;
 pub mod sampling;
+mod state;
 mod target;
 mod tensor;
 
@@ -48,5 +49,6 @@ pub use head::{DraftVocabulary, TargetHead};
 pub use host::{install, log, memory_used};
 pub use options::Options;
 pub use rows::{LastHidden, Shared, kept_rows};
+pub use state::RowState;
 pub use target::{HeadSubset, Target, TargetFacts};
 pub use tensor::{Element, Mask, Tensor};

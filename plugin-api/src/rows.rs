@@ -4,6 +4,7 @@ use std::rc::Rc;
 
 use crate::abi::DType;
 use crate::error::{Error, Result};
+use crate::state::RowState;
 use crate::tensor::Tensor;
 
 /// What is loaded with the first rows and shared by all.
@@ -68,10 +69,26 @@ impl LastHidden {
         }
     }
 
+    /// Puts one row into a state, as `last`.
+    pub fn capture(&self, row: usize, state: &mut RowState) -> Result<()> {
+        state.put("last", copied_row(self.get()?, row)?);
+        Ok(())
+    }
+
+    /// The one row of a state.
+    pub fn restored(state: &RowState) -> Result<Self> {
+        Ok(Self(Some(state.get("last")?.clone())))
+    }
+
     /// What must be computed for it to be up to date.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.0.iter()
     }
+}
+
+/// One row of a tensor, `[1, ..]`, copied: what is only a view would keep all rows alive.
+pub(crate) fn copied_row(tensor: &Tensor, row: usize) -> Result<Tensor> {
+    tensor.take(&Tensor::from_slice(&[row as i32], &[1])?, 0)
 }
 
 /// The rows of a group that are to be kept, strictly ascending, as indices for caches and tensors.

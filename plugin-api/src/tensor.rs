@@ -212,6 +212,17 @@ impl Tensor {
         Ok(out)
     }
 
+    /// Computes the tensor and copies it out, row-major, as its elements are.
+    pub fn to_bytes(&self) -> Result<Vec<u8>> {
+        let dtype = self.dtype();
+        let count: usize = self.shape().iter().map(|&n| n as usize).product();
+        let size = dtype.size().ok_or_else(|| op_error("read"))?;
+        let mut out = vec![0; count * size];
+        let bytes = RSliceMut::from_mut_slice(&mut out);
+        check("read", api().read()(self.0, dtype, bytes))?;
+        Ok(out)
+    }
+
     // ---- structure
 
     /// Converts elements; the same tensor when nothing changes.

@@ -1,7 +1,6 @@
 //! What the boundary costs: one op call, and decoding through a plugin against the same drafter
 //! linked into the program.
 
-use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -11,7 +10,7 @@ use std::time::{Duration, Instant};
 use criterion::{Criterion, criterion_group, criterion_main};
 use mlxhost::backend;
 use mlxhost::checkpoint::Checkpoint;
-use mlxhost::engine::{Costs, Event, Group, Request};
+use mlxhost::engine::{Costs, DraftWith, Event, Group, Method, Request};
 use mlxhost::model::{Model, TargetHandle};
 use mlxhost::plugin::{Drafter, DrafterSource, Library, PluginFile};
 use mlxhost_tests::{checkpoint, plugin};
@@ -35,13 +34,14 @@ fn decode(target: &Rc<TargetHandle>, drafter: &Rc<Drafter>) -> Duration {
         max_tokens: 48,
         stop_ids: Vec::new(),
         stop: Vec::new(),
+        draft_with: DraftWith::Default,
         depth: Some(3),
         deadline: None,
     };
     let requests = vec![(request, events, Arc::new(AtomicBool::new(false)))];
     let started = Instant::now();
-    let costs = Rc::new(RefCell::new(Costs::load(None)));
-    Group::serve(target.clone(), Some(drafter), None, costs, requests);
+    let method = Rc::new(Method::new(Some(drafter.clone()), Costs::load(None)));
+    Group::serve(target.clone(), method, None, requests);
     let took = started.elapsed();
     let done = inbox.iter().any(|event| matches!(event, Event::Done(_)));
     assert!(done, "the answer is complete");

@@ -5,9 +5,11 @@ use std::sync::Arc;
 
 use mlxhost::checkpoint::Checkpoint;
 use mlxhost::engine::{
-    Engine, EngineConfig, Event, Finish, Limits, Request, Round, Running, Stats,
+    DraftWith, DrafterConfig, Engine, EngineConfig, Event, Finish, Limits, Request, Round, Running,
+    Stats,
 };
 use mlxhost::plugin::{DrafterSource, Library, PluginFile};
+use mlxhost::prefix::PrefixConfig;
 use mlxhost::text::{GgufVocab, Tokenizer};
 use plugin_api::sampling::Sampling;
 use serde_json::{Value, json};
@@ -16,6 +18,16 @@ use crate::plugin;
 
 /// An engine that serves the model at `path`. Hold [`crate::engine_lock`] while it lives.
 pub fn engine(path: &Path, drafter: Option<DrafterSource>) -> Engine {
+    engine_with(path, drafter, Limits::default(), PrefixConfig::default())
+}
+
+/// As [`engine`], within limits, and remembering.
+pub fn engine_with(
+    path: &Path,
+    drafters: impl IntoIterator<Item = DrafterSource>,
+    limits: Limits,
+    prefix: PrefixConfig,
+) -> Engine {
     let checkpoint = Arc::new(Checkpoint::open(path).expect("the model opens"));
     let tokenizer = match checkpoint.gguf() {
         None => Tokenizer::from_dir(path),
@@ -25,9 +37,15 @@ pub fn engine(path: &Path, drafter: Option<DrafterSource>) -> Engine {
     let config = EngineConfig {
         checkpoint,
         tokenizer: Some(Arc::new(tokenizer.expect("the model has a tokenizer"))),
-        drafter,
-        costs: None,
-        limits: Limits::default(),
+        drafters: drafters
+            .into_iter()
+            .map(|source| DrafterConfig {
+                source,
+                costs: None,
+            })
+            .collect(),
+        limits,
+        prefix,
     };
     Engine::start(config, |_| {}).expect("the engine starts")
 }
@@ -43,6 +61,55 @@ pub fn drafter(name: &str, checkpoint: Option<&Path>, options: &[(&str, &str)]) 
     }
 }
 
+/// A target of every kind, with every drafter that there is for it: plugin, checkpoint and an option.
+pub const PAIRS: [(&str, &str, Option<&str>, Option<(&str, &str)>); 10] = [
+    ("llama-f32", "ngram", None, None),
+    ("qwen3-f32", "dflash", Some("dflash-qwen3-f32"), None),
+    ("qwen3-f32", "deepspec", Some("dspark-qwen3-f32"), None),
+    ("qwen3_5-f32", "qwen_mtp", Some("qwen3_5_mtp-f32"), None),
+    (
+        "qwen3_5-4bit-g64-f32",
+        "qwen_mtp",
+        Some("qwen3_5_mtp-4bit-g64-f32"),
+        None,
+    ),
+    ("qwen3_5-f32", "dflash", Some("dflash-qwen3_5-f32"), None),
+    (
+        "gemma4-f32",
+        "gemma_assistant",
+        Some("gemma4_assistant-f32"),
+        None,
+    ),
+    (
+        "gemma4-4bit-g32-f32",
+        "gemma_assistant",
+        Some("gemma4_assistant-ordered-f32"),
+        None,
+    ),
+    (
+        "gemma4-f32",
+        "dflash",
+        Some("dspark-bun-gemma4-f32"),
+        Some(("min_confidence", "0")),
+    ),
+    (
+        "gemma4-31b-f32",
+        "deepspec",
+        Some("dspark-gemma4-31b-f32"),
+        Some(("min_confidence", "0.45")),
+    ),
+];
+
+/// Target and drafter of one of [`PAIRS`].
+pub fn pair(
+    (target, plugin, head, option): (&str, &str, Option<&str>, Option<(&str, &str)>),
+) -> (PathBuf, DrafterSource) {
+    let head = head.map(crate::checkpoint);
+    let options: Vec<_> = option.into_iter().collect();
+    let source = drafter(plugin, head.as_deref(), &options);
+    (crate::checkpoint(target), source)
+}
+
 /// A greedy request that only its limit ends.
 pub fn request(prompt: &[i32], max_tokens: usize) -> Request {
     Request {
@@ -51,6 +118,7 @@ pub fn request(prompt: &[i32], max_tokens: usize) -> Request {
         max_tokens,
         stop_ids: Vec::new(),
         stop: Vec::new(),
+        draft_with: DraftWith::Default,
         // Fixed: the depth that a host chooses depends on what else the machine does.
         depth: Some(4),
         deadline: None,

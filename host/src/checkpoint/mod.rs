@@ -23,6 +23,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::error::LoadError;
+pub(crate) use safetensors::{Notes, Stored, parse};
 use tensor::Contents;
 pub use tensor::{Bytes, DType, TensorData};
 pub use write::{TensorSpec, Writer};

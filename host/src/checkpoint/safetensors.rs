@@ -4,8 +4,8 @@
 //! `safetensors` crate; the sizes around it are checked here, because that crate's whole-file check adds a
 //! length out of the header without a guard, which is a panic where overflow checks are on.
 
-use std::collections::BTreeMap;
 use std::collections::btree_map;
+use std::collections::{BTreeMap, HashMap};
 use std::io::ErrorKind;
 use std::path::{Component, Path};
 
@@ -134,11 +134,28 @@ fn is_plain_file_name(name: &str) -> bool {
 }
 
 fn open_file(path: &Path) -> Result<Tensors, LoadError> {
-    read(path, &Bytes::map(path)?)
+    read(path, &Bytes::map(path)?).map(|(tensors, _)| tensors)
 }
 
+/// All tensors of a file that is not a checkpoint's, and what its header says beside them. `bytes` are all
+/// of `path`; the file itself is not looked at.
+pub(crate) fn parse(path: &Path, bytes: Vec<u8>) -> Result<(Stored, Notes), LoadError> {
+    let (tensors, notes) = read(path, &Bytes::from(bytes))?;
+    let stored = tensors.into_iter().filter_map(|(name, entry)| match entry {
+        Entry::Stored(tensor) => Some((name, tensor)),
+        Entry::Refused { .. } | Entry::Converted(_) => None,
+    });
+    Ok((stored.collect(), notes))
+}
+
+/// Tensors by name.
+pub(crate) type Stored = BTreeMap<String, TensorData>;
+
+/// The `__metadata__` of a header.
+pub(crate) type Notes = HashMap<String, String>;
+
 /// The tensors of one safetensors file whose contents are `file`.
-fn read(path: &Path, file: &Bytes) -> Result<Tensors, LoadError> {
+fn read(path: &Path, file: &Bytes) -> Result<(Tensors, Notes), LoadError> {
     let malformed = |what: String| LoadError::malformed(path, what).remedy(DAMAGED);
     let Some((length, _)) = file.split_first_chunk::<8>() else {
         return Err(malformed(format!("only {} bytes long", file.len())));
@@ -184,7 +201,7 @@ fn read(path: &Path, file: &Bytes) -> Result<Tensors, LoadError> {
         };
         tensors.insert(name, entry);
     }
-    Ok(tensors)
+    Ok((tensors, header.metadata().clone().unwrap_or_default()))
 }
 
 /// The parser's message, which may quote the header, without its control characters and unbounded length.
@@ -258,7 +275,7 @@ mod tests {
 
     /// Whether the file could be read; what was read must then be what the header says.
     fn reads(bytes: Vec<u8>) -> bool {
-        let Ok(tensors) = read(Path::new("x"), &bytes.into()) else {
+        let Ok((tensors, _)) = read(Path::new("x"), &bytes.into()) else {
             return false;
         };
         for entry in tensors.values() {

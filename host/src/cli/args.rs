@@ -6,6 +6,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, Subcommand};
 use mlxhost::engine::Limits;
 use mlxhost::kernels::{self, pool};
+use mlxhost::prefix::PrefixConfig;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -69,6 +70,9 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub answer: AnswerArgs,
 
+    #[command(flatten)]
+    pub prefix: PrefixArgs,
+
     /// Say afterwards what the answer took.
     #[arg(long, help_heading = "Output")]
     pub stats: bool,
@@ -87,6 +91,38 @@ impl GenerateArgs {
     }
 }
 
+/// What is remembered of prompts and answers.
+#[derive(clap::Args)]
+pub struct PrefixArgs {
+    /// Memory for the states of earlier prompts and answers, in MiB: a prompt that begins like one of them
+    /// goes on from there [default: 512 in a chat, else 0].
+    #[arg(long, value_name = "MIB", help_heading = "Remembering")]
+    pub prefix_memory: Option<u32>,
+    /// Keep such states in this directory, too, for later runs.
+    #[arg(long, value_name = "DIR", help_heading = "Remembering")]
+    pub prefix_dir: Option<PathBuf>,
+    /// The most that the directory may hold, in MiB; what was used longest ago goes.
+    #[arg(
+        long,
+        value_name = "MIB",
+        default_value_t = 4096,
+        requires = "prefix_dir",
+        help_heading = "Remembering"
+    )]
+    pub prefix_dir_size: u32,
+}
+
+impl PrefixArgs {
+    /// As the engine takes it, with so many MiB of memory unless the user says otherwise.
+    pub fn config(&self, usual: u32) -> PrefixConfig {
+        PrefixConfig {
+            memory_bytes: u64::from(self.prefix_memory.unwrap_or(usual)) << 20,
+            dir: self.prefix_dir.clone(),
+            dir_bytes: u64::from(self.prefix_dir_size) << 20,
+        }
+    }
+}
+
 /// What computes.
 #[derive(clap::Args)]
 pub struct ModelArgs {
@@ -96,10 +132,11 @@ pub struct ModelArgs {
     /// The target model: a directory or a .gguf file [default: the bundled SmolLM2].
     #[arg(long, value_name = "PATH", help_heading = "Models")]
     pub model: Option<PathBuf>,
-    /// The drafter's checkpoint [default: the one inside or bundled with the model].
+    /// The drafter's checkpoint [default: the one inside or bundled with the model]. Repeatable: the others
+    /// are for the requests of a batch that name their plugin.
     #[arg(long, value_name = "DIR", help_heading = "Models")]
-    pub drafter: Option<PathBuf>,
-    /// An option of the drafter; `plugins inspect` lists them. Repeatable.
+    pub drafter: Vec<PathBuf>,
+    /// An option of the (first) drafter; `plugins inspect` lists them. Repeatable.
     #[arg(long, value_name = "KEY=VALUE", value_parser = key_value, help_heading = "Models")]
     pub drafter_option: Vec<(String, String)>,
     /// Draft this many tokens per round [default: chosen round by round, by what pays].
@@ -197,6 +234,9 @@ pub struct BatchArgs {
 
     #[command(flatten)]
     pub answer: AnswerArgs,
+
+    #[command(flatten)]
+    pub prefix: PrefixArgs,
 }
 
 impl BatchArgs {

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use mlxhost::engine::{Event, Finish, Request, Running};
+use mlxhost::engine::{DraftWith, Event, Finish, Request, Running};
 use mlxhost::text::{Message, Role};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::args::BatchArgs;
 use super::error::CliError;
 use super::generate::Interrupt;
-use super::load::{self, Loaded};
+use super::load::{self, Loaded, Needs};
 use super::{generate, output, prompt};
 
 /// Longer lines are refused.
@@ -41,6 +41,8 @@ struct Line {
     seed: Option<u64>,
     stop: Option<Vec<String>>,
     depth: Option<u32>,
+    /// The name of a plugin, or `none`.
+    drafter: Option<String>,
     /// Seconds from the time on that work could begin.
     deadline: Option<f64>,
 }
@@ -64,7 +66,13 @@ struct Job {
 pub fn run(args: &BatchArgs) -> Result<(), CliError> {
     let mut answered = Answered::open(&args.output)?;
     let lines = count_lines(&args.input)?;
-    let loaded = load::load(&args.models, args.limits(), true)?;
+    let needs = Needs {
+        limits: args.limits(),
+        prefix: args.prefix.config(0),
+        ids_alone: true,
+        all_drafters: true,
+    };
+    let loaded = load::load(&args.models, needs)?;
     let interrupt = Interrupt::install()?;
     let bar = ProgressBar::new(lines);
     let style = ProgressStyle::with_template("{pos}/{len} answers {wide_bar} {msg} {eta}");
@@ -226,6 +234,11 @@ impl Batch<'_> {
         sampling.seed = line.seed.unwrap_or(sampling.seed);
         request.max_tokens = line.max_tokens.unwrap_or(request.max_tokens);
         request.stop = line.stop.unwrap_or(request.stop);
+        request.draft_with = match line.drafter {
+            None => DraftWith::Default,
+            Some(name) if name == "none" => DraftWith::Nothing,
+            Some(name) => DraftWith::Plugin(name),
+        };
         request.deadline = match line.deadline {
             None => None,
             Some(seconds) => Some(

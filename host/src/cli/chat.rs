@@ -28,10 +28,11 @@ pub fn run(args: &GenerateArgs, loaded: &Loaded, interrupt: &Interrupt) -> Resul
     }
     let mut editor = DefaultEditor::new()
         .map_err(|e| CliError::Failure(format!("can't read from the terminal: {e}")))?;
-    let drafter = match loaded.engine.drafter() {
-        Some((name, depth)) => format!(
-            "drafted by {name}, {} deep",
-            args.models.depth.unwrap_or(depth)
+    let drafter = match loaded.engine.drafters().first() {
+        Some(drafter) => format!(
+            "drafted by {}, {} deep",
+            drafter.name,
+            args.models.depth.unwrap_or(drafter.depth)
         ),
         None => "without a drafter".to_owned(),
     };

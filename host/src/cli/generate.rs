@@ -4,23 +4,36 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use mlxhost::engine::{Answer, Engine, Event, Finish, Limits, Request};
+use mlxhost::engine::{Answer, DraftWith, Engine, Event, Finish, Limits, Request};
 use mlxhost::text::{GenerationDefaults, Tokenizer};
 use plugin_api::sampling::Sampling;
 
 use super::args::{AnswerArgs, GenerateArgs};
+use super::chat;
 use super::error::CliError;
+use super::load::{self, Needs};
 use super::output::{self, Printer};
 use super::prompt::{self, Prompt};
-use super::{chat, load};
 
 const DEFAULT_MAX_TOKENS: usize = 512;
+
+/// MiB for the states of a conversation.
+const CHAT_MEMORY: u32 = 512;
 
 /// Answers one prompt, or chats.
 pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let prompt = prompt::find(args)?;
-    let limits = Limits::default();
-    let loaded = load::load(&args.models, limits, args.prompt_tokens.is_some())?;
+    let usual = match prompt {
+        Prompt::Chat => CHAT_MEMORY,
+        _ => 0,
+    };
+    let needs = Needs {
+        limits: Limits::default(),
+        prefix: args.prefix.config(usual),
+        ids_alone: args.prompt_tokens.is_some(),
+        all_drafters: false,
+    };
+    let loaded = load::load(&args.models, needs)?;
     let interrupt = Interrupt::install()?;
     let needs = || CliError::input("the model has no tokenizer; give --prompt-tokens");
     let tokens = match prompt {
@@ -114,6 +127,7 @@ pub fn request(
             _ => Vec::new(),
         },
         stop: args.stop.clone(),
+        draft_with: DraftWith::Default,
         depth,
         deadline: None,
     }

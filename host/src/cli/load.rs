@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use mlxhost::LoadError;
 use mlxhost::checkpoint::Checkpoint;
-use mlxhost::engine::{Engine, EngineConfig, Limits};
+use mlxhost::engine::{DrafterConfig, Engine, EngineConfig, Limits};
 use mlxhost::kernels::{self, pool};
 use mlxhost::paths;
-use mlxhost::plugin::{DrafterSource, Registry};
+use mlxhost::plugin::{Choice, DrafterSource, Library, Registry};
+use mlxhost::prefix::{PrefixConfig, identity};
 use mlxhost::text::{GenerationDefaults, GgufVocab, Tokenizer};
 use sha2::{Digest, Sha256};
 
@@ -31,8 +32,18 @@ pub struct Loaded {
     pub defaults: GenerationDefaults,
 }
 
-/// Loads what the user named. `ids_alone`: a model without a tokenizer will do.
-pub fn load(args: &ModelArgs, limits: Limits, ids_alone: bool) -> Result<Loaded, CliError> {
+/// What a command needs of an engine.
+pub struct Needs {
+    pub limits: Limits,
+    pub prefix: PrefixConfig,
+    /// A model without a tokenizer will do.
+    pub ids_alone: bool,
+    /// Requests may name other drafters than the default.
+    pub all_drafters: bool,
+}
+
+/// Loads what the user named.
+pub fn load(args: &ModelArgs, needs: Needs) -> Result<Loaded, CliError> {
     args.compute.apply();
     let registry = registry(&args.plugins)?;
     let (model, bundled) = match &args.model {
@@ -40,20 +51,29 @@ pub fn load(args: &ModelArgs, limits: Limits, ids_alone: bool) -> Result<Loaded,
         None => (bundled(BUNDLED_MODEL)?, true),
     };
     let checkpoint = Arc::new(Checkpoint::open(&model)?);
-    let tokenizer = tokenizer(&checkpoint, ids_alone)?.map(Arc::new);
+    let tokenizer = tokenizer(&checkpoint, needs.ids_alone)?.map(Arc::new);
     let defaults = if model.is_dir() {
         GenerationDefaults::from_dir(&model)?
     } else {
         GenerationDefaults::default()
     };
-    let drafter = drafter(args, &registry, &checkpoint, bundled)?;
+    let mut sources: Vec<_> = drafter(args, &registry, &checkpoint, bundled)?
+        .into_iter()
+        .collect();
+    if needs.all_drafters && !sources.is_empty() {
+        other_drafters(args, &registry, &checkpoint, &mut sources)?;
+    }
+    let drafters = sources.into_iter().map(|source| DrafterConfig {
+        costs: costs(&model, &source),
+        source,
+    });
     let bytes = checkpoint.bytes();
     let config = EngineConfig {
         checkpoint,
         tokenizer: tokenizer.clone(),
-        costs: drafter.as_ref().and_then(|drafter| costs(&model, drafter)),
-        limits,
-        drafter,
+        drafters: drafters.collect(),
+        limits: needs.limits,
+        prefix: needs.prefix,
     };
     let progress = Progress::new("loading", bytes);
     let engine = Engine::start(config, {
@@ -82,9 +102,7 @@ fn costs(model: &Path, drafter: &DrafterSource) -> Option<PathBuf> {
     }
     add(&(drafter.library.digest(), &drafter.options));
     add(&(pool::threads(), kernels::exact(), env!("CARGO_PKG_VERSION")));
-    let name = digest.finalize()[..16]
-        .iter()
-        .fold(String::new(), |name, byte| format!("{name}{byte:02x}"));
+    let name = identity::hex(&digest.finalize()[..16]);
     Some(
         paths::cache_dir()?
             .join("costs")
@@ -159,7 +177,7 @@ fn drafter(
         return Ok(None);
     }
     if registry.found().is_empty() {
-        let given = match (&args.drafter, args.drafter_option.first()) {
+        let given = match (args.drafter.first(), args.drafter_option.first()) {
             (Some(_), _) => "a drafter",
             (None, Some(_)) => "an option for a drafter",
             (None, None) => return Ok(None),
@@ -168,21 +186,13 @@ fn drafter(
             "{given} was given, but no plugin\n  name one with --plugin PATH"
         )));
     }
-    let named = match &args.drafter {
+    let named = match args.drafter.first() {
         Some(path) => Some(open_drafter(path)?),
         // The bundled head goes with the bundled model, if a plugin for it is there.
         None if bundled_model => bundled_drafter(registry)?,
         None => None,
     };
-    let families = named.as_ref().map(Checkpoint::families);
-    let target_type = model_type(target);
-    let choice = registry.choose(
-        named
-            .as_ref()
-            .map(Checkpoint::path)
-            .zip(families.as_deref()),
-        (target.path(), &target_type),
-    )?;
+    let choice = choose(registry, named.as_ref(), target)?;
     let mut options = args.drafter_option.clone();
     if let Some(threshold) = args.min_confidence {
         options.push(("min_confidence".to_owned(), threshold.to_string()));
@@ -192,6 +202,57 @@ fn drafter(
         checkpoint: choice.checkpoint,
         options,
     }))
+}
+
+/// The plugin for a drafter, or for none that is named.
+fn choose(
+    registry: &Registry,
+    named: Option<&Checkpoint>,
+    target: &Checkpoint,
+) -> Result<Choice, LoadError> {
+    let families = named.map(Checkpoint::families);
+    let drafter = named.map(Checkpoint::path).zip(families.as_deref());
+    registry.choose(drafter, (target.path(), &model_type(target)))
+}
+
+/// Beside the default: the other drafters that are named, and the plugins that need none.
+fn other_drafters(
+    args: &ModelArgs,
+    registry: &Registry,
+    target: &Checkpoint,
+    sources: &mut Vec<DrafterSource>,
+) -> Result<(), CliError> {
+    let mut choices = Vec::new();
+    for path in args.drafter.iter().skip(1) {
+        choices.push(choose(registry, Some(&open_drafter(path)?), target)?);
+    }
+    for file in registry.found() {
+        if file.manifest().families.is_empty() {
+            choices.push(Choice {
+                library: Library::load(file)?,
+                checkpoint: None,
+            });
+        }
+    }
+    for choice in choices {
+        let name = |library: &Library| library.manifest().name.clone();
+        let taken = |known: &DrafterSource| name(&known.library) == name(&choice.library);
+        if sources.iter().any(taken) {
+            if choice.checkpoint.is_none() {
+                continue;
+            }
+            return Err(CliError::input(format!(
+                "two drafters of plugin {}: a request could not tell them apart",
+                name(&choice.library)
+            )));
+        }
+        sources.push(DrafterSource {
+            library: choice.library,
+            checkpoint: choice.checkpoint,
+            options: Vec::new(),
+        });
+    }
+    Ok(())
 }
 
 /// The `model_type` of a checkpoint's config.

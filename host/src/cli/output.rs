@@ -68,8 +68,12 @@ pub fn print_stats(stats: &Stats) {
     let faint = std::io::stderr().is_terminal();
     let (on, off) = if faint { ("\x1b[2m", RESET) } else { ("", "") };
     note(format_args!(
-        "{on}prompt   {} tokens in {:.2} s ({:.1} tokens/s)",
+        "{on}prompt   {} tokens{} in {:.2} s ({:.1} tokens/s)",
         stats.prompt_tokens,
+        match stats.cached_tokens {
+            0 => String::new(),
+            n => format!(", {n} of them remembered,"),
+        },
         stats.prefill.as_secs_f64(),
         stats.prefill_speed()
     ));
@@ -111,19 +115,28 @@ pub fn to_json(tokens: &[i32], text: &str, answer: &Answer) -> Value {
         .iter()
         .map(|round| json!({"drafted": round.drafted, "accepted": round.accepted}))
         .collect();
+    let positions: Vec<_> = stats
+        .by_position()
+        .iter()
+        .map(|(drafted, accepted)| json!({"drafted": drafted, "accepted": accepted}))
+        .collect();
     json!({
         "tokens": tokens,
         "text": text,
         "finish_reason": answer.finish.name(),
         "rounds": rounds,
+        "by_position": positions,
         "drafter": stats.drafter,
         "timings": {
             "prompt_tokens": stats.prompt_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "queued_s": stats.queued.as_secs_f64(),
             "prefill_s": stats.prefill.as_secs_f64(),
             "decode_s": stats.decode.as_secs_f64(),
             "prefill_tokens_per_s": stats.prefill_speed(),
             "decode_tokens_per_s": stats.decode_speed(),
             "tokens_per_pass": stats.tokens_per_pass(),
+            "rows_per_round": stats.rows_per_round(),
         },
     })
 }

@@ -3,10 +3,11 @@
 use std::rc::Rc;
 
 use plugin_api::abi::{Advance, Donor, DraftRequest, RawTensor};
-use plugin_api::{DonorKind, Result, RowSpec, Tap, Tensor};
+use plugin_api::{DonorKind, Result, RowSpec, RowState, Tap, Tensor};
 
 use crate::model::TargetHandle;
 use crate::plugin::{Draft, Drafter, Rows};
+use crate::prefix::Entry;
 
 /// The drafting of a group: going on, or given up.
 pub(super) struct Drafting {
@@ -59,6 +60,49 @@ impl Drafting {
         let rows = drafter.open(target, specs);
         drafting.rows = drafting.survive(rows);
         drafting
+    }
+
+    /// Opens a row that goes on from an entry.
+    ///
+    /// # Errors
+    /// The drafter can't; the entry is of no use with it.
+    pub fn restore(
+        drafter: &Rc<Drafter>,
+        target: &Rc<TargetHandle>,
+        spec: RowSpec,
+        entry: &Entry,
+    ) -> Result<Self> {
+        let mut rows = drafter.open(target, &[spec])?;
+        match entry.draft() {
+            Some(state) => rows.restore(state)?,
+            None => {
+                // It keeps nothing but tokens.
+                let (tokens, next) = entry.tokens().split_at(entry.processed());
+                let progress = Progress {
+                    tokens: &[tokens],
+                    next,
+                    accepted: &[0],
+                    taps: &[],
+                };
+                with_advance(&progress, |advance| rows.prefill(advance))?;
+            }
+        }
+        Ok(Self {
+            rows: Some(rows),
+            drafter: Some(drafter.clone()),
+            untold: Vec::new(),
+        })
+    }
+
+    /// What the drafter needs to go on with a row later, maybe nothing but its tokens. None: it can't, or there
+    /// was to be a drafter and there is none any more.
+    pub fn capture(&mut self, row: usize, is_wanted: bool) -> Option<Option<RowState>> {
+        self.tell();
+        if self.rows.is_none() {
+            return (!is_wanted).then_some(None);
+        }
+        let state = self.call(|rows| rows.capture(row as u32))?;
+        (state.is_some() || self.taps().is_empty()).then_some(state)
     }
 
     /// The plugin that drafts, if one still does.

@@ -8,19 +8,19 @@ use std::sync::mpsc::Sender;
 
 use plugin_api::layers::{LayerCache, Step};
 use plugin_api::sampling::{self, Sampling};
-use plugin_api::{Result, RowSpec, Tensor};
+use plugin_api::{Result, Tensor};
 
 use crate::model::{Model, TargetHandle};
-use crate::plugin::Drafter;
+use crate::prefix::PrefixStore;
 use crate::text::Tokenizer;
 
-use super::depth::Costs;
 use super::drafting::{Drafting, Progress};
+use super::method::Method;
 use super::request::{Event, Finish, Request};
 use super::row::Row;
 
 /// Prompt tokens per row and pass: bounds the memory of a long prompt.
-const PREFILL_CHUNK: usize = 256;
+pub(super) const PREFILL_CHUNK: usize = 256;
 
 /// Requests that share their forward passes. Lives on the engine thread.
 pub struct Group {
@@ -28,42 +28,40 @@ pub struct Group {
     pub(super) caches: Vec<LayerCache>,
     pub(super) rows: Vec<Row>,
     pub(super) drafting: Drafting,
-    pub(super) costs: Rc<RefCell<Costs>>,
-    /// Prompt tokens of every row that were processed, as far as it has so many.
-    prefilled: usize,
+    pub(super) method: Rc<Method>,
+    /// Where the states of rows are kept, if they are.
+    pub(super) store: Option<Rc<RefCell<PrefixStore>>>,
     /// The first tokens of answers whose prompts are processed while others are not.
-    firsts: Vec<Option<i32>>,
+    pub(super) firsts: Vec<Option<i32>>,
 }
 
 /// Passes that a row's prompt takes.
 pub(super) fn chunks(row: &Row) -> usize {
-    row.request.prompt.len().div_ceil(PREFILL_CHUNK)
+    row.unprocessed().div_ceil(PREFILL_CHUNK)
 }
 
 impl Group {
-    /// A group of requests that begin together.
+    /// A group of requests that begin together, from the beginning.
     pub(super) fn new(
         target: Rc<TargetHandle>,
-        drafter: Option<&Rc<Drafter>>,
-        costs: Rc<RefCell<Costs>>,
+        method: Rc<Method>,
+        store: Option<Rc<RefCell<PrefixStore>>>,
         mut rows: Vec<Row>,
     ) -> Self {
-        let specs: Vec<_> = rows
-            .iter()
-            .map(|row| RowSpec {
-                sampling: row.request.sampling,
-            })
-            .collect();
+        let specs: Vec<_> = rows.iter().map(Row::spec).collect();
         rows.iter_mut().for_each(Row::begin);
         Self {
             caches: target.model().new_caches(),
-            drafting: drafter.map_or_else(Drafting::none, |drafter| {
-                Drafting::open(drafter, &target, &specs)
-            }),
+            drafting: method
+                .drafter
+                .as_ref()
+                .map_or_else(Drafting::none, |drafter| {
+                    Drafting::open(drafter, &target, &specs)
+                }),
             rows,
             firsts: vec![None; specs.len()],
-            prefilled: 0,
-            costs,
+            method,
+            store,
             target,
         }
     }
@@ -72,15 +70,14 @@ impl Group {
     /// that cancels it, to their end, and nobody else.
     pub fn serve(
         target: Rc<TargetHandle>,
-        drafter: Option<&Rc<Drafter>>,
+        method: Rc<Method>,
         tokenizer: Option<&Arc<Tokenizer>>,
-        costs: Rc<RefCell<Costs>>,
         requests: Vec<(Request, Sender<Event>, Arc<AtomicBool>)>,
     ) {
         let rows = requests
             .into_iter()
             .map(|(request, events, cancel)| Row::new(request, tokenizer.cloned(), events, cancel));
-        let mut group = Self::new(target, drafter, costs, rows.collect());
+        let mut group = Self::new(target, method, None, rows.collect());
         while !group.rows.is_empty() {
             if let Err(error) = group.step() {
                 return group.fail(error.message());
@@ -99,9 +96,7 @@ impl Group {
 
     /// Whether there are prompts to be processed yet.
     pub(super) fn has_prompts(&self) -> bool {
-        self.rows
-            .iter()
-            .any(|row| row.request.prompt.len() > self.prefilled)
+        self.rows.iter().any(|row| row.unprocessed() > 0)
     }
 
     /// Ends all requests without an answer.
@@ -137,7 +132,6 @@ impl Group {
         self.caches = caches;
         self.rows.append(&mut other.rows);
         self.firsts.append(&mut other.firsts);
-        self.prefilled = self.prefilled.max(other.prefilled);
         None
     }
 
@@ -156,11 +150,11 @@ impl Group {
             return Ok(());
         }
         let mut firsts = std::mem::take(&mut self.firsts);
-        let outcome = self.prefill_chunk(self.prefilled, &mut firsts);
+        let outcome = self.prefill_chunk(&mut firsts);
         self.firsts = firsts;
         outcome?;
-        self.prefilled += PREFILL_CHUNK;
         if self.has_prompts() {
+            self.keep_before_last_chunk();
             return Ok(());
         }
         let mut finished = Vec::new();
@@ -170,12 +164,9 @@ impl Group {
         self.drop_finished(&finished)
     }
 
-    /// Processes the prompts from column `start`. Rows whose prompt ends draw their first token.
-    fn prefill_chunk(&mut self, start: usize, firsts: &mut [Option<i32>]) -> Result<()> {
-        let chunk = |row: &Row| -> std::ops::Range<usize> {
-            let n = row.request.prompt.len();
-            start.min(n)..(start + PREFILL_CHUNK).min(n)
-        };
+    /// Processes a piece of every prompt. Rows whose prompt ends draw their first token.
+    fn prefill_chunk(&mut self, firsts: &mut [Option<i32>]) -> Result<()> {
+        let chunk = |row: &Row| row.processed..row.processed + row.unprocessed().min(PREFILL_CHUNK);
         let chunks: Vec<_> = self.rows.iter().map(chunk).collect();
         let width = chunks.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
         let mut ids = Vec::with_capacity(chunks.len() * width);
@@ -256,6 +247,11 @@ impl Group {
     pub(super) fn drop_finished(&mut self, finished: &[Option<Finish>]) -> Result<()> {
         if finished.iter().all(Option::is_none) {
             return Ok(());
+        }
+        for (row, finish) in finished.iter().enumerate() {
+            if finish.is_some() {
+                self.keep(row);
+            }
         }
         let keep: Vec<u32> = (0..)
             .zip(finished)

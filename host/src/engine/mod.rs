@@ -5,6 +5,8 @@
 mod depth;
 mod drafting;
 mod group;
+mod method;
+mod prefix;
 mod request;
 mod round;
 mod row;
@@ -14,6 +16,7 @@ mod thread;
 
 pub use depth::Costs;
 pub use group::Group;
-pub use request::{Answer, Event, Finish, Request, RequestError, Token};
+pub use method::Method;
+pub use request::{Answer, DraftWith, Event, Finish, Request, RequestError, Token};
 pub use stats::{Round, Stats};
-pub use thread::{Engine, EngineConfig, EngineError, Limits, Running};
+pub use thread::{DrafterConfig, DrafterFacts, Engine, EngineConfig, EngineError, Limits, Running};

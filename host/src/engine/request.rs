@@ -19,10 +19,24 @@ pub struct Request {
     pub stop_ids: Vec<i32>,
     /// Texts that end the answer (they and what follows are not delivered as text).
     pub stop: Vec<String>,
+    /// Who drafts.
+    pub draft_with: DraftWith,
     /// The tokens to draft per round; none: chosen round by round, by what pays.
     pub depth: Option<u32>,
     /// The time that it may take from its submission on; what is there by then is the answer.
     pub deadline: Option<Duration>,
+}
+
+/// Who drafts for a request.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum DraftWith {
+    /// The engine's first drafter, if it has any.
+    #[default]
+    Default,
+    /// The drafter of the plugin of that name.
+    Plugin(String),
+    /// Nobody.
+    Nothing,
 }
 
 /// A request that cannot be served.
@@ -43,6 +57,14 @@ pub enum RequestError {
     /// An answer of no tokens was asked for.
     #[error("max-tokens must be at least 1")]
     NoTokens,
+    /// It names a drafter that the engine does not have.
+    #[error("there is no drafter {name:?}; there are: {there}")]
+    NoDrafter {
+        /// The plugin that it names.
+        name: String,
+        /// The plugins that there are, as text.
+        there: String,
+    },
     /// A sampling value is out of range.
     #[error("{0}")]
     Sampling(String),

@@ -94,7 +94,7 @@ impl Group {
         for cache in &mut self.caches {
             cache.resolve(&kept)?;
         }
-        if finished.iter().any(Option::is_none) {
+        if finished.iter().any(Option::is_none) || self.store.is_some() {
             self.commit(&pending, &verdicts, &kept, &pass.taps, width > 1);
         }
         for (row, &kept) in self.rows.iter_mut().zip(&kept) {
@@ -108,7 +108,10 @@ impl Group {
                 }
             }
             let depth = drafted.iter().copied().max().unwrap_or(0);
-            self.costs.borrow_mut().record(rows, depth, begun.elapsed());
+            self.method
+                .costs
+                .borrow_mut()
+                .record(rows, depth, begun.elapsed());
         }
         self.drop_finished(&finished)
     }
@@ -122,7 +125,7 @@ impl Group {
         let chosen = if self.rows.iter().any(|row| row.request.depth.is_none()) {
             let acceptance: Vec<_> = self.rows.iter().map(|row| &row.acceptance).collect();
             let limit = self.drafting.sensible_depth();
-            self.costs.borrow_mut().choose(&acceptance, limit)
+            self.method.costs.borrow_mut().choose(&acceptance, limit)
         } else {
             0
         };

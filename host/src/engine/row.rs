@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Instant;
 
+use plugin_api::RowSpec;
+
 use crate::text::{TextStream, Tokenizer};
 
 use super::depth::Acceptance;
@@ -17,7 +19,9 @@ pub(super) struct Row {
     pub stats: Stats,
     /// Tokens that the target's caches hold.
     pub processed: usize,
-    /// The last delivered token, which the target has not processed yet.
+    /// The delivered tokens.
+    pub answer: Vec<i32>,
+    /// The last of them, which the target has not processed yet.
     pub pending: i32,
     pub acceptance: Acceptance,
     stream: Option<TextStream>,
@@ -54,6 +58,7 @@ impl Row {
             request,
             stats,
             processed: 0,
+            answer: Vec::new(),
             pending: 0,
             acceptance: Acceptance::default(),
             events,
@@ -67,6 +72,24 @@ impl Row {
     /// Tokens that may still be generated.
     pub fn remaining(&self) -> usize {
         self.request.max_tokens.saturating_sub(self.stats.tokens)
+    }
+
+    /// Tokens of the prompt that are to be processed yet.
+    pub fn unprocessed(&self) -> usize {
+        self.request.prompt.len().saturating_sub(self.processed)
+    }
+
+    /// What a drafter is told of it.
+    pub fn spec(&self) -> RowSpec {
+        RowSpec {
+            sampling: self.request.sampling,
+        }
+    }
+
+    /// The processed tokens, and the one after them.
+    pub fn known(&self) -> Vec<i32> {
+        let all = self.request.prompt.iter().chain(&self.answer);
+        all.take(self.processed + 1).copied().collect()
     }
 
     /// Work on the request begins.
@@ -105,6 +128,7 @@ impl Row {
             count += 1;
             self.stats.tokens += 1;
             self.pending = id;
+            self.answer.push(id);
             // A receiver that is gone cancels the request at the next round.
             let token = Token {
                 id,

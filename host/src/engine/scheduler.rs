@@ -6,12 +6,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
-use super::depth::Costs;
 use super::group::{Group, chunks};
+use super::method::Method;
+use super::prefix::Restored;
+use super::request::DraftWith;
 use super::row::Row;
-use super::thread::{Limits, Submission};
+use super::thread::{DrafterFacts, Limits, Submission};
 use crate::model::TargetHandle;
-use crate::plugin::Drafter;
+use crate::prefix::PrefixStore;
 use crate::text::Tokenizer;
 
 /// Serves requests as they come, on the engine thread.
@@ -21,32 +23,74 @@ use crate::text::Tokenizer;
 /// others between two rounds. It gives what it would give alone.
 pub(super) struct Scheduler {
     target: Rc<TargetHandle>,
-    drafter: Option<Rc<Drafter>>,
+    methods: Methods,
     tokenizer: Option<Arc<Tokenizer>>,
-    costs: Rc<RefCell<Costs>>,
+    store: Option<Rc<RefCell<PrefixStore>>>,
     limits: Limits,
     /// Not begun, in the order in which they came.
-    waiting: VecDeque<Row>,
+    waiting: VecDeque<Waiting>,
     /// Whose prompts are being processed, by whose turn it is.
     prompts: VecDeque<Group>,
     /// Whose answers are being decoded.
     answers: Vec<Group>,
 }
 
+/// A request, and the way that was chosen for it when it came.
+type Waiting = (Row, Rc<Method>);
+
+/// The ways in which requests can be decoded.
+pub(super) struct Methods {
+    /// One per drafter, the default first.
+    pub drafted: Vec<Rc<Method>>,
+    pub plain: Rc<Method>,
+}
+
+impl Methods {
+    fn choose(&self, with: &DraftWith) -> &Rc<Method> {
+        let is_named = |name: &str| {
+            let mut methods = self.drafted.iter();
+            methods.find(|m| m.drafter.as_ref().is_some_and(|d| d.plugin() == name))
+        };
+        let chosen = match with {
+            DraftWith::Default => self.drafted.first(),
+            DraftWith::Plugin(name) => is_named(name),
+            DraftWith::Nothing => None,
+        };
+        chosen.unwrap_or(&self.plain)
+    }
+
+    /// What the engine tells of them.
+    pub fn facts(&self) -> Vec<DrafterFacts> {
+        let drafters = self.drafted.iter().filter_map(|m| m.drafter.as_ref());
+        let facts = drafters.map(|drafter| DrafterFacts {
+            plugin: drafter.plugin().to_owned(),
+            name: drafter.name().to_owned(),
+            depth: drafter.default_depth(),
+        });
+        facts.collect()
+    }
+
+    fn save(&self) {
+        for method in &self.drafted {
+            method.costs.borrow().save();
+        }
+    }
+}
+
 impl Scheduler {
     /// One without anything to do.
     pub fn new(
         target: Rc<TargetHandle>,
-        drafter: Option<Rc<Drafter>>,
+        methods: Methods,
         tokenizer: Option<Arc<Tokenizer>>,
-        costs: Costs,
+        store: Option<PrefixStore>,
         limits: Limits,
     ) -> Self {
         Self {
             target,
-            drafter,
+            methods,
             tokenizer,
-            costs: Rc::new(RefCell::new(costs)),
+            store: store.map(|store| Rc::new(RefCell::new(store))),
             limits,
             waiting: VecDeque::new(),
             prompts: VecDeque::new(),
@@ -58,9 +102,7 @@ impl Scheduler {
     pub fn run(mut self, inbox: &Receiver<Vec<Submission>>) {
         loop {
             if self.is_idle() {
-                if self.drafter.is_some() {
-                    self.costs.borrow().save();
-                }
+                self.methods.save();
                 match inbox.recv() {
                     Ok(submissions) => self.enqueue(submissions),
                     Err(_) => return,
@@ -81,23 +123,22 @@ impl Scheduler {
     }
 
     fn enqueue(&mut self, submissions: Vec<Submission>) {
-        let tokenizer = &self.tokenizer;
-        self.waiting.extend(
-            submissions.into_iter().map(|(request, events, cancel)| {
-                Row::new(request, tokenizer.clone(), events, cancel)
-            }),
-        );
+        for (request, events, cancel) in submissions {
+            let method = self.methods.choose(&request.draft_with).clone();
+            let row = Row::new(request, self.tokenizer.clone(), events, cancel);
+            self.waiting.push_back((row, method));
+        }
     }
 
     /// Requests that end before they begin.
     fn drop_ended(&mut self) {
         for _ in 0..self.waiting.len() {
-            let Some(row) = self.waiting.pop_front() else {
+            let Some((row, method)) = self.waiting.pop_front() else {
                 return;
             };
             match row.ended() {
                 Some(finish) => row.finish(finish, None),
-                None => self.waiting.push_back(row),
+                None => self.waiting.push_back((row, method)),
             }
         }
     }
@@ -105,11 +146,11 @@ impl Scheduler {
     /// Begins with as many of the waiting requests as there is room for, in their order. Those whose prompts
     /// take the same number of passes go together.
     fn admit(&mut self) {
-        let mut admitted: Vec<Row> = Vec::new();
+        let mut admitted: Vec<Waiting> = Vec::new();
         let all = self.prompts.iter().chain(&self.answers);
         let mut count: usize = all.clone().map(|group| group.rows.len()).sum();
         let mut bytes: u64 = all.flat_map(|g| &g.rows).map(|row| self.bytes(row)).sum();
-        while let Some(row) = self.waiting.front() {
+        while let Some((row, _)) = self.waiting.front() {
             let more = self.bytes(row);
             let fits =
                 count < self.limits.rows && bytes.saturating_add(more) <= self.limits.cache_bytes;
@@ -121,16 +162,46 @@ impl Scheduler {
             bytes = bytes.saturating_add(more);
             admitted.extend(self.waiting.pop_front());
         }
-        while let Some(first) = admitted.first() {
-            let passes = chunks(first);
-            let (together, later) = admitted.into_iter().partition(|row| chunks(row) == passes);
-            admitted = later;
-            self.prompts.push_back(Group::new(
-                self.target.clone(),
-                self.drafter.as_ref(),
-                self.costs.clone(),
-                together,
-            ));
+        let mut fresh = Vec::new();
+        for waiting in admitted {
+            fresh.extend(self.resume(waiting));
+        }
+        while let Some((first, method)) = fresh.first() {
+            let (passes, method) = (chunks(first), method.clone());
+            let alike =
+                |(row, other): &Waiting| chunks(row) == passes && Rc::ptr_eq(other, &method);
+            let (together, later) = fresh.into_iter().partition(alike);
+            fresh = later;
+            let rows = together.into_iter().map(|(row, _)| row).collect();
+            let (target, store) = (self.target.clone(), self.store.clone());
+            let group = Group::new(target, method, store, rows);
+            self.prompts.push_back(group);
+        }
+    }
+
+    /// Begins with a request where a kept state ends; gives it back if there is none.
+    fn resume(&mut self, (row, method): Waiting) -> Option<Waiting> {
+        let Some(store) = &self.store else {
+            return Some((row, method));
+        };
+        let found = store
+            .borrow_mut()
+            .find(&method.namespace, &row.request.prompt);
+        let Some(entry) = found else {
+            return Some((row, method));
+        };
+        match Restored::prepare(&self.target, &method, row.spec(), &entry) {
+            Ok(restored) => {
+                let (target, store) = (self.target.clone(), store.clone());
+                let group = Group::resumed(target, method, store, row, restored);
+                self.prompts.push_back(group);
+                None
+            }
+            Err(error) => {
+                tracing::warn!("a kept state can't be used: {}", error.message());
+                store.borrow_mut().remove(&method.namespace, &entry);
+                Some((row, method))
+            }
         }
     }
 
@@ -156,8 +227,10 @@ impl Scheduler {
 
     /// Lets a group decode with the others, or beside them where they can't be one.
     fn settle(&mut self, group: Group) {
+        let method = group.method.clone();
         let mut left = Some(group);
-        for other in &mut self.answers {
+        let answers = self.answers.iter_mut();
+        for other in answers.filter(|other| Rc::ptr_eq(&other.method, &method)) {
             if let Some(group) = left.take() {
                 left = other.join(group);
             }

@@ -7,6 +7,8 @@ use std::time::Duration;
 pub struct Stats {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
+    /// Those of them that were not processed again: a kept state begins with them.
+    pub cached_tokens: usize,
     /// Tokens of the answer.
     pub tokens: usize,
     /// The target passes after the prompt's.
@@ -74,9 +76,9 @@ impl Stats {
         self.tokens.saturating_sub(1) as f64 / self.decode.as_secs_f64().max(1e-9)
     }
 
-    /// Prompt tokens per second.
+    /// Prompt tokens per second, of those that were processed.
     pub fn prefill_speed(&self) -> f64 {
-        self.prompt_tokens as f64 / self.prefill.as_secs_f64().max(1e-9)
+        (self.prompt_tokens - self.cached_tokens) as f64 / self.prefill.as_secs_f64().max(1e-9)
     }
 }
 

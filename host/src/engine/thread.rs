@@ -11,13 +11,15 @@ use std::time::Duration;
 use plugin_api::TargetFacts;
 
 use super::depth::Costs;
-use super::request::{Event, Request, RequestError};
-use super::scheduler::Scheduler;
+use super::method::Method;
+use super::request::{DraftWith, Event, Request, RequestError};
+use super::scheduler::{Methods, Scheduler};
 use crate::backend;
 use crate::checkpoint::Checkpoint;
 use crate::error::LoadError;
 use crate::model::{Model, TargetHandle};
 use crate::plugin::{Drafter, DrafterSource};
+use crate::prefix::{PrefixConfig, PrefixStore};
 use crate::text::Tokenizer;
 
 /// What an engine serves.
@@ -26,12 +28,21 @@ pub struct EngineConfig {
     pub checkpoint: Arc<Checkpoint>,
     /// The target's tokenizer, for text and stop strings; without one, answers are ids alone.
     pub tokenizer: Option<Arc<Tokenizer>>,
-    /// The drafter.
-    pub drafter: Option<DrafterSource>,
-    /// Where to keep from run to run what rounds cost, by which depths are chosen.
-    pub costs: Option<PathBuf>,
+    /// The drafters, each of another plugin; the first is the default.
+    pub drafters: Vec<DrafterConfig>,
     /// How much is done at a time.
     pub limits: Limits,
+    /// Where the states of rows are kept.
+    pub prefix: PrefixConfig,
+}
+
+/// A drafter of an engine.
+#[derive(Clone)]
+pub struct DrafterConfig {
+    /// What makes it.
+    pub source: DrafterSource,
+    /// Where to keep from run to run what rounds cost, by which depths are chosen.
+    pub costs: Option<PathBuf>,
 }
 
 /// How much an engine does at a time; what is beyond waits.
@@ -75,7 +86,7 @@ pub struct Engine {
     thread: Option<JoinHandle<()>>,
     facts: TargetFacts,
     weight_bytes: u64,
-    drafter: Option<(String, u32)>,
+    drafters: Vec<DrafterFacts>,
     has_tokenizer: bool,
 }
 
@@ -87,11 +98,22 @@ pub struct Running {
     cancel: Arc<AtomicBool>,
 }
 
+/// What an engine tells of one of its drafters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DrafterFacts {
+    /// The plugin's name, by which requests name it.
+    pub plugin: String,
+    /// The drafter's own name.
+    pub name: String,
+    /// The depth that it was made for.
+    pub depth: u32,
+}
+
 /// What the thread tells when everything is loaded.
 struct Ready {
     facts: TargetFacts,
     weight_bytes: u64,
-    drafter: Option<(String, u32)>,
+    drafters: Vec<DrafterFacts>,
 }
 
 impl Engine {
@@ -117,7 +139,7 @@ impl Engine {
             thread: Some(thread),
             facts: ready.facts,
             weight_bytes: ready.weight_bytes,
-            drafter: ready.drafter,
+            drafters: ready.drafters,
             has_tokenizer,
         })
     }
@@ -132,11 +154,9 @@ impl Engine {
         self.weight_bytes
     }
 
-    /// The drafter's name and the depth it was made for.
-    pub fn drafter(&self) -> Option<(&str, u32)> {
-        self.drafter
-            .as_ref()
-            .map(|(name, depth)| (name.as_str(), *depth))
+    /// The drafters, the default first.
+    pub fn drafters(&self) -> &[DrafterFacts] {
+        &self.drafters
     }
 
     /// Serves one request.
@@ -155,6 +175,9 @@ impl Engine {
     pub fn submit_all(&self, requests: Vec<Request>) -> Result<Vec<Running>, EngineError> {
         for request in &requests {
             request.validate(self.facts.vocab_size, self.has_tokenizer)?;
+            if let DraftWith::Plugin(name) = &request.draft_with {
+                self.require_drafter(name)?;
+            }
         }
         let (submissions, running): (Vec<_>, Vec<_>) = requests
             .into_iter()
@@ -173,6 +196,22 @@ impl Engine {
             .send(submissions)
             .map_err(|_| EngineError::Stopped)?;
         Ok(running)
+    }
+}
+
+impl Engine {
+    fn require_drafter(&self, name: &str) -> Result<(), RequestError> {
+        if self.drafters.iter().any(|drafter| drafter.plugin == name) {
+            return Ok(());
+        }
+        let there: Vec<&str> = self.drafters.iter().map(|d| d.plugin.as_str()).collect();
+        Err(RequestError::NoDrafter {
+            name: name.to_owned(),
+            there: match there.as_slice() {
+                [] => "none".to_owned(),
+                names => names.join(", "),
+            },
+        })
     }
 }
 
@@ -231,7 +270,7 @@ fn serve(
 ) {
     backend::install();
     let loaded = backend::on_weights_read(progress, || load(&config));
-    let (target, drafter) = match loaded {
+    let (target, methods, store) = match loaded {
         Ok(loaded) => loaded,
         Err(error) => {
             let _ = report.send(Err(error));
@@ -241,24 +280,35 @@ fn serve(
     let ready = Ready {
         facts: target.model().facts().clone(),
         weight_bytes: target.model().weight_bytes(),
-        drafter: drafter
-            .as_ref()
-            .map(|drafter| (drafter.name().to_owned(), drafter.default_depth())),
+        drafters: methods.facts(),
     };
     if report.send(Ok(ready)).is_err() {
         return;
     }
     let _finish = backend::Finish;
-    let costs = Costs::load(config.costs);
-    Scheduler::new(target, drafter, config.tokenizer, costs, config.limits).run(inbox);
+    Scheduler::new(target, methods, config.tokenizer, store, config.limits).run(inbox);
 }
 
-fn load(config: &EngineConfig) -> Result<(Rc<TargetHandle>, Option<Rc<Drafter>>), LoadError> {
+type Loaded = (Rc<TargetHandle>, Methods, Option<PrefixStore>);
+
+fn load(config: &EngineConfig) -> Result<Loaded, LoadError> {
     let vocabulary = config.tokenizer.as_ref().map(|t| t.table_digest());
+    let store = PrefixStore::open(&config.prefix)?;
     let model = Model::load(config.checkpoint.clone(), vocabulary)?;
-    let drafter = match &config.drafter {
-        Some(source) => Some(Drafter::load(source, &model)?),
-        None => None,
+    let identity = config.prefix.identity(config.checkpoint.path())?;
+    let mut drafted = Vec::with_capacity(config.drafters.len());
+    for DrafterConfig { source, costs } in &config.drafters {
+        let drafter = Drafter::load(source, &model)?;
+        let mut method = Method::new(Some(drafter), Costs::load(costs.clone()));
+        method.namespace = config.prefix.namespace(&identity, Some(source))?;
+        drafted.push(Rc::new(method));
+    }
+    let mut plain = Method::new(None, Costs::load(None));
+    plain.namespace = config.prefix.namespace(&identity, None)?;
+    let methods = Methods {
+        drafted,
+        plain: Rc::new(plain),
     };
-    Ok((Rc::new(TargetHandle::new(Rc::new(model))), drafter))
+    let target = Rc::new(TargetHandle::new(Rc::new(model)));
+    Ok((target, methods, store))
 }

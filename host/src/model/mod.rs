@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use plugin_api::abi::FaultCode;
 use plugin_api::layers::{LayerCache, Step};
-use plugin_api::{DonorKind, Result, Tap, TargetFacts, Tensor, Weights};
+use plugin_api::{DonorKind, Result, RowState, Tap, TargetFacts, Tensor, Weights};
 
 use crate::backend;
 use crate::checkpoint::Checkpoint;
@@ -29,6 +29,14 @@ pub use view::TargetHandle;
 
 /// The `model_type`s that can be targets.
 pub const FAMILIES: &[&str] = &["gemma4", "llama", "qwen3", "qwen3_5", "qwen3_5_moe"];
+
+/// The form of a captured row.
+const SCHEMA: &str = "caches/1";
+
+/// What a layer's part of a row is called.
+fn layer(index: usize) -> String {
+    format!("layer.{index}")
+}
 
 /// A target model with its weights. Lives on the engine thread.
 pub struct Model {
@@ -111,6 +119,29 @@ impl Model {
     /// Empty caches, one per layer that has one of its own.
     pub fn new_caches(&self) -> Vec<LayerCache> {
         self.decoder.new_caches()
+    }
+
+    /// One row of a group's caches after so many processed tokens, copied.
+    ///
+    /// # Errors
+    /// An op failed; the caches are as they were.
+    pub fn capture(&self, caches: &[LayerCache], row: usize, processed: usize) -> Result<RowState> {
+        let mut state = RowState::new(SCHEMA, processed as u32);
+        for (index, cache) in caches.iter().enumerate() {
+            cache.capture(row, &layer(index), &mut state)?;
+        }
+        Ok(state)
+    }
+
+    /// Caches with the one row of a state.
+    ///
+    /// # Errors
+    /// The state is not of this model's form.
+    pub fn restored(&self, state: &RowState) -> Result<Vec<LayerCache>> {
+        state.require(SCHEMA)?;
+        let caches = self.new_caches().into_iter().enumerate();
+        let restored = caches.map(|(index, cache)| cache.restored(&layer(index), state));
+        restored.collect()
     }
 
     /// Bytes of a row's caches after so many tokens.

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use plugin_api::abi::{Advance, DType, DraftRequest, Fault, RawRows};
-use plugin_api::{Error, Result, Tensor};
+use plugin_api::{Error, Result, RowState, Tensor};
 
 use super::drafter::Drafter;
 use crate::model::TargetHandle;
@@ -124,6 +124,29 @@ impl Rows {
                 Err(Error::failed(problem))
             }
         }
+    }
+
+    /// What one row needs to go on from here in another group; none: no more than its tokens.
+    pub fn capture(&mut self, row: u32) -> Result<Option<RowState>> {
+        let state = self.raw.table.capture()(self.raw.this, row);
+        let state = state.into_result().map_err(fault)?.into_option();
+        if state
+            .iter()
+            .flat_map(|s| s.tensors.iter())
+            .any(|named| named.tensor.is_null())
+        {
+            return Err(Error::failed("captured a tensor that is absent"));
+        }
+        // SAFETY: the ABI hands the tensors over.
+        Ok(state.map(|state| unsafe { RowState::from_abi(state) }))
+    }
+
+    /// Puts a new group of one row where a captured row was. On an error it is of no use.
+    pub fn restore(&mut self, state: &RowState) -> Result<()> {
+        let raw = state.as_abi();
+        self.raw.table.restore()(self.raw.this, &raw)
+            .into_result()
+            .map_err(fault)
     }
 
     fn count(&self) -> usize {

@@ -22,8 +22,9 @@ pub use host::{
 pub use manifest::{Embedded, MAX_MANIFEST_BYTES, SECTION, section_bytes, total_len};
 pub use plugin::{
     Advance, Donor, DonorFacts, DraftReply, DraftRequest, DraftRows, DraftRowsRef, LoadRequest,
-    OpenRequest, PluginModule, PluginModuleRef, Provider, ProviderInfo, ProviderRef, RawProvider,
-    RawRows, RawTarget, RowSpec, Tap, TargetFacts, TargetView, TargetViewRef,
+    NamedTensor, OpenRequest, PluginModule, PluginModuleRef, Provider, ProviderInfo, ProviderRef,
+    RawProvider, RawRows, RawTarget, RowSpec, RowState, Tap, TargetFacts, TargetView,
+    TargetViewRef,
 };
 pub use types::{
     AttentionMask, BinaryOp, DType, DonorKind, Fault, FaultCode, LogLevel, MAX_RANK, RawTensor,

@@ -214,6 +214,29 @@ pub struct TargetView {
     pub head_subset: ROption<extern "C" fn(*const c_void, ids: RSlice<'_, u32>) -> Reply<u64>>,
 }
 
+/// One row's state between two rounds: what a drafter needs to go on from there in another group. Whoever
+/// gets it from a [`Reply`] owns its tensors; by reference they are borrowed for the call.
+#[repr(C)]
+#[derive(StableAbi, Debug)]
+pub struct RowState {
+    /// What wrote it and in which form; it is given back to that alone.
+    pub schema: RString,
+    /// Tokens of the row that the target had processed.
+    pub processed: u32,
+    /// In any order; names are unique. They share nothing with the group: that goes on.
+    pub tensors: RVec<NamedTensor>,
+}
+
+/// A tensor of a [`RowState`].
+#[repr(C)]
+#[derive(StableAbi, Clone, Debug)]
+pub struct NamedTensor {
+    /// Its name.
+    pub name: RString,
+    /// Never null.
+    pub tensor: RawTensor,
+}
+
 /// A group of rows, owned by the host; given back with [`DraftRows::drop`].
 #[repr(C)]
 #[derive(StableAbi, Clone, Copy)]
@@ -297,6 +320,13 @@ pub struct DraftRows {
     /// outcome. On a fault this group is as before. Only between rounds.
     pub append: extern "C" fn(*mut c_void, other: RawRows) -> Reply<()>,
     /// Rows in the group.
-    #[sabi(last_prefix_field)]
     pub row_count: extern "C" fn(*mut c_void) -> u32,
+    /// What one row needs to go on from here in another group; nothing changes here. None: the drafter
+    /// keeps no more of a row than its tokens, and is told them again with `prefill`. To one that wants taps
+    /// they can't be told: a row of its that gives none is not resumed. Only between rounds, when some of
+    /// the prompt is processed.
+    pub capture: extern "C" fn(*mut c_void, row: u32) -> Reply<ROption<RowState>>,
+    /// Puts a new group of one row where the row of a captured state was, instead of the first `prefill`.
+    #[sabi(last_prefix_field)]
+    pub restore: extern "C" fn(*mut c_void, &RowState) -> Reply<()>,
 }

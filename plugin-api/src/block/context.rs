@@ -6,6 +6,7 @@ use crate::drafter::Advance;
 use crate::error::{Error, Result};
 use crate::layers::{DecoderLayer, GemmaLayer, LayerCache, Linear, RmsNorm, Step};
 use crate::rows::kept_rows;
+use crate::state::RowState;
 use crate::tensor::Tensor;
 
 /// A layer over context rows and a block.
@@ -133,6 +134,16 @@ impl Context {
         Ok(())
     }
 
+    /// One row of a context that goes on from a state.
+    pub fn restored(&self, state: &RowState) -> Result<ContextRows> {
+        let mut rows = self.new_rows(1);
+        for (index, cache) in rows.caches.iter_mut().enumerate() {
+            *cache = cache.restored(&format!("layer.{index}"), state)?;
+        }
+        rows.lens = vec![state.processed() as i32];
+        Ok(rows)
+    }
+
     /// A pass over a block that begins after each row's last processed token: `x` `[B, W, hidden]`, of
     /// which row `b` fills `columns[b]`, to the same shape after the last norm.
     pub fn pass(&self, rows: &mut ContextRows, x: &Tensor, columns: &[i32]) -> Result<Tensor> {
@@ -169,6 +180,15 @@ impl ContextRows {
             caches: caches.map(|(a, b)| a.joined(b)).collect::<Result<_>>()?,
             lens: [&self.lens[..], &other.lens].concat(),
         })
+    }
+
+    /// The state of one row.
+    pub fn capture(&self, row: usize, schema: &str) -> Result<RowState> {
+        let mut state = RowState::new(schema, self.lens[row] as u32);
+        for (index, cache) in self.caches.iter().enumerate() {
+            cache.capture(row, &format!("layer.{index}"), &mut state)?;
+        }
+        Ok(state)
     }
 
     /// Rows of the group.

@@ -7,7 +7,11 @@ use crate::block::{Context, ContextRows};
 use crate::drafter::{Advance, DraftRequest, DraftRows, Drafts};
 use crate::error::Result;
 use crate::sampling::Sampling;
+use crate::state::RowState;
 use crate::tensor::Tensor;
+
+/// The form of a captured row.
+const SCHEMA: &str = "block/1";
 
 /// What is asked of a block that was computed.
 pub struct Ask<'a> {
@@ -109,5 +113,15 @@ impl<D: BlockDrafter + ?Sized> DraftRows for BlockRows<D> {
 
     fn row_count(&self) -> usize {
         self.context.count()
+    }
+
+    fn capture(&self, row: usize) -> Result<Option<RowState>> {
+        self.context.capture(row, SCHEMA).map(Some)
+    }
+
+    fn restore(&mut self, state: &RowState) -> Result<()> {
+        state.require(SCHEMA)?;
+        self.context = self.drafter.context().restored(state)?;
+        Ok(())
     }
 }

@@ -1,10 +1,14 @@
 //! Row-wise caches: what a layer remembers of each row.
 
+use std::ops::Range;
+
 use crate::abi::{Attend, DType, RawTensor};
 use crate::error::{Error, Result};
 use crate::host::{api, op_error};
 use crate::layers::delta::DeltaPass;
 use crate::layers::{AttentionConfig, RmsNorm, Step};
+use crate::rows::copied_row;
+use crate::state::RowState;
 use crate::tensor::Tensor;
 
 /// Buffers grow by this many tokens at a time, so that a long answer reallocates rarely.
@@ -204,10 +208,86 @@ impl KvCache {
         })
     }
 
+    /// Puts one row into a state: its keys and values in the order of their positions, as far as any
+    /// later query sees them, `[1, heads, n, D]`.
+    fn capture(&self, row: usize, name: &str, state: &mut RowState) -> Result<()> {
+        let (keys, values) = self.buffers.as_ref().ok_or_else(no_rows)?;
+        let seen = self.seen(state.processed())?;
+        for (part, buffer) in [("keys", keys), ("values", values)] {
+            let row = buffer.slice(0, row as i32, row as i32 + 1)?;
+            // Copied after it is cut.
+            let row = copied_row(&unrolled(&row, seen.clone())?, 0)?;
+            state.put(format!("{name}.{part}"), row);
+        }
+        Ok(())
+    }
+
+    /// A cache with the one row of a state.
+    fn restored(&self, name: &str, state: &RowState) -> Result<Self> {
+        let seen = self.seen(state.processed())?;
+        let columns = self.columns(state.processed() as usize) as i32;
+        let buffer = |part: &str| {
+            let rows = state.get(&format!("{name}.{part}"))?;
+            match rows.dims()? {
+                [1, _, n, _] if n == seen.len() as i32 => rolled(rows, seen.start, columns),
+                shape => Err(Error::invalid(format!("the state has {name} of {shape:?}"))),
+            }
+        };
+        Ok(Self {
+            buffers: Some((buffer("keys")?, buffer("values")?)),
+            window: self.window,
+        })
+    }
+
+    /// The positions before `processed` that a later query can see, and the one that falls out of the window
+    /// with the next: a drafter may look at as many.
+    fn seen(&self, processed: u32) -> Result<Range<i32>> {
+        let end = i32::try_from(processed).map_err(|_| Error::failed("too many tokens"))?;
+        Ok(match self.window {
+            0 => 0..end,
+            window => (end - window).max(0)..end,
+        })
+    }
+
     /// What must be computed for the cache to be up to date.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.buffers.iter().flat_map(|(k, v)| [k, v])
     }
+}
+
+/// The positions of a buffer `[B, heads, capacity, D]`, in which `p` lies in column `p % capacity`, in
+/// their order.
+fn unrolled(buffer: &Tensor, positions: Range<i32>) -> Result<Tensor> {
+    let columns = buffer.dim(2).max(1);
+    let (start, len) = (positions.start % columns, positions.len() as i32);
+    if start + len <= columns {
+        return buffer.slice(2, start, start + len);
+    }
+    let ends = [
+        buffer.slice(2, start, columns)?,
+        buffer.slice(2, 0, start + len - columns)?,
+    ];
+    Tensor::concat(&[&ends[0], &ends[1]], 2)
+}
+
+/// The reverse of [`unrolled`]: positions from `start` on as a buffer of so many columns, 0 elsewhere.
+fn rolled(rows: &Tensor, start: i32, columns: i32) -> Result<Tensor> {
+    let [_, heads, len, width] = rows.dims()?;
+    let zeros = |n: i32| Tensor::full(&[1, heads, n, width], 0.0, rows.dtype());
+    let start = start % columns;
+    let parts = match columns - start - len {
+        room @ 0.. => [zeros(start)?, rows.clone(), zeros(room)?],
+        _ => {
+            let first = columns - start;
+            let (begin, end) = (rows.slice(2, 0, first)?, rows.slice(2, first, len)?);
+            [end, zeros(columns - len)?, begin]
+        }
+    };
+    Tensor::concat(&parts.iter().collect::<Vec<_>>(), 2)
+}
+
+fn no_rows() -> Error {
+    Error::failed("there is nothing to capture before the prompt")
 }
 
 /// Columns of a buffer that must hold `span`.
@@ -283,6 +363,27 @@ impl DeltaCache {
         })
     }
 
+    /// Puts one row into a state. Only between passes.
+    fn capture(&self, row: usize, name: &str, state: &mut RowState) -> Result<()> {
+        let DeltaState { conv, recurrent } = self.state.as_ref().ok_or_else(no_rows)?;
+        state.put(format!("{name}.conv"), copied_row(conv, row)?);
+        state.put(format!("{name}.recurrent"), copied_row(recurrent, row)?);
+        Ok(())
+    }
+
+    /// A cache with the one row of a state.
+    fn restored(name: &str, state: &RowState) -> Result<Self> {
+        let part = |part: &str| state.get(&format!("{name}.{part}")).cloned();
+        let (conv, recurrent) = (part("conv")?, part("recurrent")?);
+        if conv.rank() != 3 || recurrent.rank() != 4 || conv.dim(0) != 1 || recurrent.dim(0) != 1 {
+            return Err(Error::invalid(format!("the state has no row of {name}")));
+        }
+        Ok(Self {
+            state: Some(DeltaState { conv, recurrent }),
+            pending: None,
+        })
+    }
+
     /// What must be computed for the cache to be up to date.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.state.iter().flat_map(|s| [&s.conv, &s.recurrent])
@@ -323,6 +424,23 @@ impl LayerCache {
             (Self::Kv(a), Self::Kv(b)) => a.joined(b).map(Self::Kv),
             (Self::Delta(a), Self::Delta(b)) => a.joined(b).map(Self::Delta),
             _ => Err(Error::failed("caches of different layers cannot join")),
+        }
+    }
+
+    /// Puts copies of one row's part into a state that says how many tokens it has processed, under names
+    /// that begin with `name`. Only between passes, when at least one was processed.
+    pub fn capture(&self, row: usize, name: &str, state: &mut RowState) -> Result<()> {
+        match self {
+            Self::Kv(cache) => cache.capture(row, name, state),
+            Self::Delta(cache) => cache.capture(row, name, state),
+        }
+    }
+
+    /// A cache like `self`, which is empty, with the one row of a state.
+    pub fn restored(&self, name: &str, state: &RowState) -> Result<Self> {
+        match self {
+            Self::Kv(cache) => cache.restored(name, state).map(Self::Kv),
+            Self::Delta(_) => DeltaCache::restored(name, state).map(Self::Delta),
         }
     }
 

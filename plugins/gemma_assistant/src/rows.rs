@@ -4,10 +4,14 @@ use std::rc::Rc;
 
 use plugin_api::sampling::Sampling;
 use plugin_api::{
-    Advance, DraftRequest, DraftRows, Drafts, Error, LastHidden, Result, RowSpec, Tensor, kept_rows,
+    Advance, DraftRequest, DraftRows, Drafts, Error, LastHidden, Result, RowSpec, RowState, Tensor,
+    kept_rows,
 };
 
 use crate::model::Assistant;
+
+/// The form of a captured row.
+const SCHEMA: &str = "gemma_assistant/1";
 
 /// The rows of a group.
 pub struct AssistantRows {
@@ -15,6 +19,8 @@ pub struct AssistantRows {
     sampling: Vec<Sampling>,
     /// After the target's final norm.
     last: LastHidden,
+    /// Tokens of each row.
+    processed: Vec<u32>,
     has_drafted: bool,
 }
 
@@ -24,6 +30,7 @@ impl AssistantRows {
             model,
             sampling: rows.iter().map(|row| row.sampling).collect(),
             last: LastHidden::default(),
+            processed: vec![0; rows.len()],
             has_drafted: false,
         }
     }
@@ -44,6 +51,9 @@ impl AssistantRows {
             .ok_or_else(|| Error::failed("the target's hidden did not come with the tokens"))?;
         self.last.follow(hidden, &lens)?;
         Tensor::start_all(&self.last.tensors().collect::<Vec<_>>())?;
+        for (processed, len) in self.processed.iter_mut().zip(lens) {
+            *processed += len as u32;
+        }
         Ok(())
     }
 }
@@ -88,16 +98,31 @@ impl DraftRows for AssistantRows {
         let rows = kept_rows(keep, self.sampling.len())?;
         self.last = self.last.filtered(&rows)?;
         self.sampling = keep.iter().map(|&row| self.sampling[row]).collect();
+        self.processed = keep.iter().map(|&row| self.processed[row]).collect();
         Ok(())
     }
 
     fn append(&mut self, other: Self) -> Result<()> {
         self.last = self.last.joined(&other.last)?;
         self.sampling.extend(other.sampling);
+        self.processed.extend(other.processed);
         Ok(())
     }
 
     fn row_count(&self) -> usize {
         self.sampling.len()
+    }
+
+    fn capture(&self, row: usize) -> Result<Option<RowState>> {
+        let mut state = RowState::new(SCHEMA, self.processed[row]);
+        self.last.capture(row, &mut state)?;
+        Ok(Some(state))
+    }
+
+    fn restore(&mut self, state: &RowState) -> Result<()> {
+        state.require(SCHEMA)?;
+        self.last = LastHidden::restored(state)?;
+        self.processed = vec![state.processed()];
+        Ok(())
     }
 }

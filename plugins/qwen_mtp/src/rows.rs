@@ -5,11 +5,15 @@ use std::rc::Rc;
 use plugin_api::layers::{LayerCache, Step};
 use plugin_api::sampling::Sampling;
 use plugin_api::{
-    Advance, DraftRequest, DraftRows, Drafts, Error, LastHidden, Result, RowSpec, Tensor, kept_rows,
+    Advance, DraftRequest, DraftRows, Drafts, Error, LastHidden, Result, RowSpec, RowState, Tensor,
+    kept_rows,
 };
 
 use crate::head::Head;
 use crate::settings::Commit;
+
+/// The form of a captured row.
+const SCHEMA: &str = "qwen_mtp/1";
 
 /// The rows of a group.
 pub struct MtpRows {
@@ -149,5 +153,20 @@ impl DraftRows for MtpRows {
 
     fn row_count(&self) -> usize {
         self.lens.len()
+    }
+
+    fn capture(&self, row: usize) -> Result<Option<RowState>> {
+        let mut state = RowState::new(SCHEMA, self.lens[row] as u32);
+        self.cache.capture(row, "layer", &mut state)?;
+        self.last.capture(row, &mut state)?;
+        Ok(Some(state))
+    }
+
+    fn restore(&mut self, state: &RowState) -> Result<()> {
+        state.require(SCHEMA)?;
+        self.cache = self.cache.restored("layer", state)?;
+        self.last = LastHidden::restored(state)?;
+        self.lens = vec![state.processed() as i32];
+        Ok(())
     }
 }
