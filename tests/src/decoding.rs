@@ -61,53 +61,69 @@ pub fn drafter(name: &str, checkpoint: Option<&Path>, options: &[(&str, &str)]) 
     }
 }
 
-/// A target of every kind, with every drafter that there is for it: plugin, checkpoint and an option.
-pub const PAIRS: [(&str, &str, Option<&str>, Option<(&str, &str)>); 10] = [
-    ("llama-f32", "ngram", None, None),
-    ("qwen3-f32", "dflash", Some("dflash-qwen3-f32"), None),
-    ("qwen3-f32", "deepspec", Some("dspark-qwen3-f32"), None),
-    ("qwen3_5-f32", "qwen_mtp", Some("qwen3_5_mtp-f32"), None),
-    (
+/// A target with a drafter for it.
+#[derive(Clone, Copy, Debug)]
+pub struct Pair {
+    pub target: &'static str,
+    pub plugin: &'static str,
+    pub head: Option<&'static str>,
+    pub option: Option<(&'static str, &'static str)>,
+}
+
+const fn paired(target: &'static str, plugin: &'static str, head: &'static str) -> Pair {
+    Pair {
+        target,
+        plugin,
+        head: Some(head),
+        option: None,
+    }
+}
+
+const fn confident(pair: Pair, least: &'static str) -> Pair {
+    Pair {
+        option: Some(("min_confidence", least)),
+        ..pair
+    }
+}
+
+/// A target of every kind, with every drafter that there is for it.
+pub const PAIRS: [Pair; 10] = [
+    Pair {
+        target: "llama-f32",
+        plugin: "ngram",
+        head: None,
+        option: None,
+    },
+    paired("qwen3-f32", "dflash", "dflash-qwen3-f32"),
+    paired("qwen3-f32", "deepspec", "dspark-qwen3-f32"),
+    paired("qwen3_5-f32", "qwen_mtp", "qwen3_5_mtp-f32"),
+    paired(
         "qwen3_5-4bit-g64-f32",
         "qwen_mtp",
-        Some("qwen3_5_mtp-4bit-g64-f32"),
-        None,
+        "qwen3_5_mtp-4bit-g64-f32",
     ),
-    ("qwen3_5-f32", "dflash", Some("dflash-qwen3_5-f32"), None),
-    (
-        "gemma4-f32",
-        "gemma_assistant",
-        Some("gemma4_assistant-f32"),
-        None,
-    ),
-    (
+    paired("qwen3_5-f32", "dflash", "dflash-qwen3_5-f32"),
+    paired("gemma4-f32", "gemma_assistant", "gemma4_assistant-f32"),
+    paired(
         "gemma4-4bit-g32-f32",
         "gemma_assistant",
-        Some("gemma4_assistant-ordered-f32"),
-        None,
+        "gemma4_assistant-ordered-f32",
     ),
-    (
-        "gemma4-f32",
-        "dflash",
-        Some("dspark-bun-gemma4-f32"),
-        Some(("min_confidence", "0")),
-    ),
-    (
-        "gemma4-31b-f32",
-        "deepspec",
-        Some("dspark-gemma4-31b-f32"),
-        Some(("min_confidence", "0.45")),
+    confident(paired("gemma4-f32", "dflash", "dspark-bun-gemma4-f32"), "0"),
+    confident(
+        paired("gemma4-31b-f32", "deepspec", "dspark-gemma4-31b-f32"),
+        "0.45",
     ),
 ];
 
-/// Target and drafter of one of [`PAIRS`].
-pub fn pair(
-    (target, plugin, head, option): (&str, &str, Option<&str>, Option<(&str, &str)>),
-) -> (PathBuf, DrafterSource) {
-    let head = head.map(crate::checkpoint);
-    let options: Vec<_> = option.into_iter().collect();
-    let source = drafter(plugin, head.as_deref(), &options);
-    (crate::checkpoint(target), source)
+impl Pair {
+    /// Its target, and what makes its drafter.
+    pub fn open(&self) -> (PathBuf, DrafterSource) {
+        let head = self.head.map(crate::checkpoint);
+        let options: Vec<_> = self.option.into_iter().collect();
+        let source = drafter(self.plugin, head.as_deref(), &options);
+        (crate::checkpoint(self.target), source)
+    }
 }
 
 /// A greedy request that only its limit ends.

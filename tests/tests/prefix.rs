@@ -10,7 +10,7 @@ use plugin_api::sampling::Sampling;
 
 use mlxhost_tests::cases::{assert_plain, stderr};
 use mlxhost_tests::decoding::{
-    PAIRS, Reply, ask, ask_together, drafter, engine, engine_with, pair, request, sampled,
+    PAIRS, Reply, ask, ask_together, drafter, engine, engine_with, request, sampled,
 };
 use mlxhost_tests::{checkpoint, command, engine_lock, id_list, plugin, root, run_json, text};
 
@@ -110,7 +110,7 @@ fn an_answer_goes_on_from_what_is_kept_as_if_it_had_never_stopped() {
     for (sampling, tokens) in [(Sampling::default(), 40), (hot, 21)] {
         for case in PAIRS {
             println!("{case:?}");
-            let (model, source) = pair(case);
+            let (model, source) = case.open();
             let request = Request {
                 sampling,
                 ..request(&prompt(tokens), 30)
@@ -135,8 +135,11 @@ fn an_answer_goes_on_from_what_is_kept_as_if_it_had_never_stopped() {
 #[test]
 fn windows_that_have_turned_over_go_on_too() {
     let _lock = engine_lock();
-    for case in PAIRS.iter().filter(|case| case.0.starts_with("gemma4")) {
-        let (model, source) = pair(*case);
+    for case in PAIRS
+        .iter()
+        .filter(|case| case.target.starts_with("gemma4"))
+    {
+        let (model, source) = case.open();
         // Sliding layers have room for 512 columns.
         for (tokens, first) in [(500, 24), (1100, 9)] {
             goes_on(
@@ -152,7 +155,7 @@ fn windows_that_have_turned_over_go_on_too() {
 #[test]
 fn a_prompt_that_begins_like_another_is_processed_from_where_they_part() {
     let _lock = engine_lock();
-    let (model, source) = pair(PAIRS[3]);
+    let (model, source) = PAIRS[3].open();
     let [one, mut other] = [prompt(600), prompt(600)];
     other.truncate(560);
     other.extend([3, 1, 4, 1, 5]);
