@@ -8,6 +8,7 @@ pub mod attend;
 pub mod attention;
 pub mod delta;
 pub mod experts;
+pub mod kv;
 pub mod lanes;
 pub mod matrix;
 mod mix;
