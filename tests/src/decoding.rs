@@ -7,6 +7,7 @@ use mlxhost::checkpoint::Checkpoint;
 use mlxhost::engine::{
     Engine, EngineConfig, Event, Finish, Limits, Request, Round, Running, Stats,
 };
+use mlxhost::model::KvConfig;
 use mlxhost::plugin::{DrafterSource, Library, PluginFile};
 use mlxhost::text::{GgufVocab, Tokenizer};
 use plugin_api::sampling::Sampling;
@@ -16,6 +17,11 @@ use crate::plugin;
 
 /// An engine that serves the model at `path`. Hold [`crate::engine_lock`] while it lives.
 pub fn engine(path: &Path, drafter: Option<DrafterSource>) -> Engine {
+    engine_storing(path, drafter, &KvConfig::default())
+}
+
+/// An engine whose target's caches store keys and values as `kv` says.
+pub fn engine_storing(path: &Path, drafter: Option<DrafterSource>, kv: &KvConfig) -> Engine {
     let checkpoint = Arc::new(Checkpoint::open(path).expect("the model opens"));
     let tokenizer = match checkpoint.gguf() {
         None => Tokenizer::from_dir(path),
@@ -26,6 +32,7 @@ pub fn engine(path: &Path, drafter: Option<DrafterSource>) -> Engine {
         checkpoint,
         tokenizer: Some(Arc::new(tokenizer.expect("the model has a tokenizer"))),
         drafter,
+        kv: kv.clone(),
         costs: None,
         limits: Limits::default(),
     };

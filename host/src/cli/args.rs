@@ -7,6 +7,8 @@ use clap::{Parser, Subcommand};
 use mlxhost::engine::Limits;
 use mlxhost::kernels::{self, pool};
 
+use super::kv::KvArgs;
+
 const EXAMPLES: &str = "\
 Examples:
   mlxhost --plugin plugins/qwen_mtp.so --prompt 'Why is the sky blue?' --stats
@@ -113,6 +115,8 @@ pub struct ModelArgs {
     #[arg(long, help_heading = "Models")]
     pub no_draft: bool,
 
+    #[command(flatten)]
+    pub kv: KvArgs,
     #[command(flatten)]
     pub compute: Compute,
 }
@@ -246,6 +250,8 @@ pub struct EvalArgs {
     /// Hidden states to write too: layer numbers, `embedding`, `pre_norm`, `final`.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub taps: Vec<String>,
+    #[command(flatten)]
+    pub kv: KvArgs,
     #[command(flatten)]
     pub compute: Compute,
 }

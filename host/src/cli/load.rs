@@ -9,6 +9,7 @@ use mlxhost::LoadError;
 use mlxhost::checkpoint::Checkpoint;
 use mlxhost::engine::{Engine, EngineConfig, Limits};
 use mlxhost::kernels::{self, pool};
+use mlxhost::model::KvConfig;
 use mlxhost::paths;
 use mlxhost::plugin::{DrafterSource, Registry};
 use mlxhost::text::{GenerationDefaults, GgufVocab, Tokenizer};
@@ -34,6 +35,7 @@ pub struct Loaded {
 /// Loads what the user named. `ids_alone`: a model without a tokenizer will do.
 pub fn load(args: &ModelArgs, limits: Limits, ids_alone: bool) -> Result<Loaded, CliError> {
     args.compute.apply();
+    let kv = args.kv.config()?;
     let registry = registry(&args.plugins)?;
     let (model, bundled) = match &args.model {
         Some(path) => (path.clone(), false),
@@ -51,7 +53,10 @@ pub fn load(args: &ModelArgs, limits: Limits, ids_alone: bool) -> Result<Loaded,
     let config = EngineConfig {
         checkpoint,
         tokenizer: tokenizer.clone(),
-        costs: drafter.as_ref().and_then(|drafter| costs(&model, drafter)),
+        costs: drafter
+            .as_ref()
+            .and_then(|drafter| costs(&model, drafter, &kv)),
+        kv,
         limits,
         drafter,
     };
@@ -69,7 +74,7 @@ pub fn load(args: &ModelArgs, limits: Limits, ids_alone: bool) -> Result<Loaded,
 }
 
 /// Where what rounds cost is remembered, for this pair as this process computes.
-fn costs(model: &Path, drafter: &DrafterSource) -> Option<PathBuf> {
+fn costs(model: &Path, drafter: &DrafterSource, kv: &KvConfig) -> Option<PathBuf> {
     let mut digest = Sha256::new();
     let mut add = |part: &dyn std::fmt::Debug| digest.update(format!("{part:?};"));
     for path in [Some(model), drafter.checkpoint.as_deref()]
@@ -81,6 +86,7 @@ fn costs(model: &Path, drafter: &DrafterSource) -> Option<PathBuf> {
         add(&(&path, facts.len(), facts.modified().ok()));
     }
     add(&(drafter.library.digest(), &drafter.options));
+    add(kv);
     add(&(pool::threads(), kernels::exact(), env!("CARGO_PKG_VERSION")));
     let name = digest.finalize()[..16]
         .iter()

@@ -16,7 +16,7 @@ use super::scheduler::Scheduler;
 use crate::backend;
 use crate::checkpoint::Checkpoint;
 use crate::error::LoadError;
-use crate::model::{Model, TargetHandle};
+use crate::model::{KvConfig, Model, TargetHandle};
 use crate::plugin::{Drafter, DrafterSource};
 use crate::text::Tokenizer;
 
@@ -28,6 +28,8 @@ pub struct EngineConfig {
     pub tokenizer: Option<Arc<Tokenizer>>,
     /// The drafter.
     pub drafter: Option<DrafterSource>,
+    /// How the target's caches store keys and values.
+    pub kv: KvConfig,
     /// Where to keep from run to run what rounds cost, by which depths are chosen.
     pub costs: Option<PathBuf>,
     /// How much is done at a time.
@@ -255,7 +257,7 @@ fn serve(
 
 fn load(config: &EngineConfig) -> Result<(Rc<TargetHandle>, Option<Rc<Drafter>>), LoadError> {
     let vocabulary = config.tokenizer.as_ref().map(|t| t.table_digest());
-    let model = Model::load(config.checkpoint.clone(), vocabulary)?;
+    let model = Model::load_with(config.checkpoint.clone(), vocabulary, &config.kv)?;
     let drafter = match &config.drafter {
         Some(source) => Some(Drafter::load(source, &model)?),
         None => None,

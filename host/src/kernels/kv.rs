@@ -7,12 +7,12 @@
 use half::f16;
 
 /// The largest finite half.
-const MOST: f32 = 65504.0;
+pub const MOST: f32 = 65504.0;
 
 /// By how much a scale grows and a bias falls before it is rounded to half precision, relative and
 /// absolute: more than the rounding can take back. So codes reach from the least element of a group to
 /// its largest whatever was rounded, and every element is within half a step of the *stored* scale.
-const MARGIN: [f32; 2] = [1.0 / 1024.0, 1.0 / 16_777_216.0];
+pub const MARGIN: [f32; 2] = [1.0 / 1024.0, 1.0 / 16_777_216.0];
 
 /// How rows are quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,6 +6,7 @@
 
 pub mod attend;
 pub mod attention;
+pub mod caches;
 pub mod delta;
 pub mod experts;
 pub mod kv;
