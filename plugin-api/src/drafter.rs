@@ -118,10 +118,15 @@ pub struct DraftRequest<'a> {
 
 /// Keys and values of the target, for [`crate::layers::KvCache::lent`].
 pub struct Donor {
-    /// `[B, kv_heads, capacity, D]`, normalised and rotated; position `p` lies in column `p % capacity`.
+    /// `[B, kv_heads, capacity, D]`, normalised and rotated; position `p` lies in column `p % capacity`. Or
+    /// quantized, as [`crate::abi::Attend::keys`] says: whoever only lends them on need not know.
     pub keys: Tensor,
     /// As `keys`.
     pub values: Tensor,
+    /// Beside quantized ones: keys and values before position `start`, as they are.
+    pub first: Option<(Tensor, Tensor)>,
+    /// The first position that is quantized; 0 where none is.
+    pub start: i32,
 }
 
 impl DraftRequest<'_> {

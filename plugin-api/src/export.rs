@@ -208,17 +208,17 @@ extern "C" fn commit<R: DraftRows>(this: *mut c_void, raw: &abi::Advance<'_>) ->
 }
 
 fn lent(donor: &abi::Donor) -> Result<Donor> {
-    if donor.keys.is_null() || donor.values.is_null() {
-        return Err(Error::failed("the host lends no keys"));
-    }
     // SAFETY: live handles, lent for the time of the call.
-    let (keys, values) = unsafe {
-        (
-            Tensor::borrow_raw(donor.keys),
-            Tensor::borrow_raw(donor.values),
-        )
-    };
-    Ok(Donor { keys, values })
+    let own = |raw: abi::RawTensor| (!raw.is_null()).then(|| unsafe { Tensor::borrow_raw(raw) });
+    match (own(donor.keys), own(donor.values)) {
+        (Some(keys), Some(values)) => Ok(Donor {
+            keys,
+            values,
+            first: own(donor.first_keys).zip(own(donor.first_values)),
+            start: donor.start,
+        }),
+        _ => Err(Error::failed("the host lends no keys")),
+    }
 }
 
 extern "C" fn draft<R: DraftRows>(

@@ -8,6 +8,7 @@ use mlxhost::engine::{
     DraftWith, DrafterConfig, Engine, EngineConfig, Event, Finish, Limits, Request, Round, Running,
     Stats,
 };
+use mlxhost::model::KvConfig;
 use mlxhost::plugin::{DrafterSource, Library, PluginFile};
 use mlxhost::prefix::PrefixConfig;
 use mlxhost::text::{GgufVocab, Tokenizer};
@@ -18,7 +19,16 @@ use crate::plugin;
 
 /// An engine that serves the model at `path`. Hold [`crate::engine_lock`] while it lives.
 pub fn engine(path: &Path, drafter: Option<DrafterSource>) -> Engine {
-    engine_with(path, drafter, Limits::default(), PrefixConfig::default())
+    engine_storing(path, drafter, &KvConfig::default())
+}
+
+/// An engine whose target's caches store keys and values as `kv` says.
+pub fn engine_storing(path: &Path, drafter: Option<DrafterSource>, kv: &KvConfig) -> Engine {
+    let config = config(path, drafter);
+    start(EngineConfig {
+        kv: kv.clone(),
+        ..config
+    })
 }
 
 /// As [`engine`], within limits, and remembering.
@@ -28,13 +38,23 @@ pub fn engine_with(
     limits: Limits,
     prefix: PrefixConfig,
 ) -> Engine {
+    let config = config(path, drafters);
+    start(EngineConfig {
+        limits,
+        prefix,
+        ..config
+    })
+}
+
+/// The usual engine of a model.
+pub fn config(path: &Path, drafters: impl IntoIterator<Item = DrafterSource>) -> EngineConfig {
     let checkpoint = Arc::new(Checkpoint::open(path).expect("the model opens"));
     let tokenizer = match checkpoint.gguf() {
         None => Tokenizer::from_dir(path),
         Some(metadata) => GgufVocab::from_metadata(path, metadata)
             .and_then(|vocabulary| Tokenizer::from_gguf(path, vocabulary)),
     };
-    let config = EngineConfig {
+    EngineConfig {
         checkpoint,
         tokenizer: Some(Arc::new(tokenizer.expect("the model has a tokenizer"))),
         drafters: drafters
@@ -44,9 +64,14 @@ pub fn engine_with(
                 costs: None,
             })
             .collect(),
-        limits,
-        prefix,
-    };
+        kv: KvConfig::default(),
+        limits: Limits::default(),
+        prefix: PrefixConfig::default(),
+    }
+}
+
+/// Starts an engine. Hold [`crate::engine_lock`] while it lives.
+pub fn start(config: EngineConfig) -> Engine {
     Engine::start(config, |_| {}).expect("the engine starts")
 }
 

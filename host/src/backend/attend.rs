@@ -3,13 +3,15 @@
 
 use abi_stable::std_types::RVec;
 use mlx_rs::fast::{self, ScaledDotProductAttentionMask};
-use mlx_rs::{Array, ops as mlx};
+use mlx_rs::{Array, Dtype, ops as mlx};
 use plugin_api::abi::{self, RawTensor};
 
 use super::handle::{Explain, Lent, OpResult, lent, lent_opt, ops};
 use super::native;
-use super::ops::{slice_array, slice_update_array};
+use super::ops::slice_array;
+use super::stored::{Seen, Stored};
 use crate::kernels::attend::{fits, fits_ends};
+use crate::kernels::kv::Packing;
 
 /// The arguments of a call, as arrays.
 pub(super) struct SelfAttention {
@@ -18,6 +20,14 @@ pub(super) struct SelfAttention {
     pub v: Option<Lent>,
     pub keys: Lent,
     pub values: Lent,
+    /// Keys and values of the positions before `start`, where the others are quantized.
+    pub first: Option<[Lent; 2]>,
+    /// The first position in `keys` and `values`.
+    pub start: i32,
+    /// How keys and values are quantized, if they are.
+    pub packing: Option<Packing>,
+    /// Dimensions of a head.
+    pub dim: i32,
     pub q_norm: Option<Lent>,
     pub k_norm: Option<Lent>,
     pub v_norm: bool,
@@ -38,12 +48,40 @@ pub(super) struct SelfAttention {
 
 impl SelfAttention {
     fn new(raw: &abi::Attend<'_>) -> OpResult<Self> {
+        let (q, k, keys) = (lent_opt(raw.q)?, lent_opt(raw.k)?, lent(raw.keys)?);
+        let last = |x: &Array| x.shape().last().copied().unwrap_or(0);
+        let mut dim = last(&keys);
+        let mut packing = None;
+        if keys.dtype() == Dtype::Uint32 {
+            // Words do not tell the dimensions; queries and new keys do.
+            let words = dim;
+            let sides = if raw.gated { 2 } else { 1 };
+            dim = match (&q, &k) {
+                (Some(q), _) => last(q).checked_div(raw.heads.saturating_mul(sides)),
+                (None, Some(k)) => last(k).checked_div(raw.kv_heads),
+                (None, None) => None,
+            }
+            .unwrap_or(0);
+            packing = Packing::find(words.max(0) as usize, dim.max(0) as usize);
+            if packing.is_none() {
+                return Err(format!(
+                    "attend over rows of {words} words for heads of {dim} dimensions"
+                ));
+            }
+        }
         let args = Self {
-            q: lent_opt(raw.q)?,
-            k: lent_opt(raw.k)?,
+            q,
+            k,
             v: lent_opt(raw.v)?,
-            keys: lent(raw.keys)?,
+            keys,
             values: lent(raw.values)?,
+            first: match (lent_opt(raw.first_keys)?, lent_opt(raw.first_values)?) {
+                (Some(keys), Some(values)) => Some([keys, values]),
+                _ => None,
+            },
+            start: raw.start,
+            packing,
+            dim,
             q_norm: lent_opt(raw.q_norm)?,
             k_norm: lent_opt(raw.k_norm)?,
             v_norm: raw.v_norm,
@@ -67,21 +105,24 @@ impl SelfAttention {
     fn check(&self, kv_heads: i32) -> OpResult<()> {
         let shapes = || {
             format!(
-                "attend of q {:?}, k {:?}, v {:?}, cached {:?} and {:?}, offsets {:?}, ends {:?}",
+                "attend of q {:?}, k {:?}, v {:?}, cached {:?} and {:?}, first {} {:?}, offsets {:?}, ends {:?}",
                 self.q.as_deref().map(Array::shape),
                 self.k.as_deref().map(Array::shape),
                 self.v.as_deref().map(Array::shape),
                 self.keys.shape(),
                 self.values.shape(),
+                self.start,
+                self.first.as_ref().map(|[keys, _]| keys.shape().to_vec()),
                 self.offsets,
                 self.ends
             )
         };
-        let (Some(&[b, t, _]), &[_, heads, capacity, dim]) =
+        let (Some(&[b, t, _]), &[_, heads, capacity, _]) =
             (self.columns().map(Array::shape), self.keys.shape())
         else {
             return Err(shapes());
         };
+        let dim = self.dim;
         let sides = if self.gated { 2 } else { 1 };
         let queries = |q: &Array| match q.shape() {
             &[rows, columns, queries] => {
@@ -101,6 +142,8 @@ impl SelfAttention {
             && (self.k.is_some() || self.v.is_none())
             && self.keys.shape()[0] == b
             && self.values.shape() == self.keys.shape()
+            && self.values.dtype() == self.keys.dtype()
+            && self.first_fit(b, kv_heads)
             && self.offsets.len() == b as usize
             && self.positions.len() == b as usize
             && self.rope_dims >= 0
@@ -116,8 +159,31 @@ impl SelfAttention {
                 t as usize,
                 capacity as usize,
                 self.window as usize,
+                self.first_columns()
+                    .map(|columns| (self.start as usize, columns)),
             );
         if fits { Ok(()) } else { Err(shapes()) }
+    }
+
+    /// Whether there are places for first positions exactly where there have to be.
+    fn first_fit(&self, b: i32, kv_heads: i32) -> bool {
+        let Some([keys, values]) = &self.first else {
+            return self.start == 0;
+        };
+        let fits = |x: &Array| matches!(*x.shape(), [rows, heads, _, dim] if [rows, heads, dim] == [b, kv_heads, self.dim]);
+        self.packing.is_some()
+            && self.start > 0
+            && fits(keys)
+            && keys.shape() == values.shape()
+            && keys.dtype() == values.dtype()
+            && keys.dtype().is_float()
+    }
+
+    /// The columns for first positions, where those lie elsewhere.
+    pub fn first_columns(&self) -> Option<usize> {
+        self.first
+            .as_ref()
+            .map(|[keys, _]| keys.shape()[2] as usize)
     }
 
     /// One of the projections, which tells rows and columns.
@@ -127,13 +193,14 @@ impl SelfAttention {
 
     /// Step by step.
     fn by_mlx(&self) -> OpResult<Vec<Array>> {
-        let caches = self.updated()?;
-        let mut all = Vec::with_capacity(3);
+        let new = self.k.as_ref().map(|k| self.prepared(k)).transpose()?;
+        let caches = Stored::of(self).with(self, new.as_ref())?;
+        let mut all = Vec::with_capacity(5);
         if let Some(q) = &self.q {
             all.push(self.mixed(q, &caches)?);
         }
-        if self.k.is_some() {
-            all.extend(caches);
+        if new.is_some() {
+            all.extend(caches.into_arrays());
         }
         Ok(all)
     }
@@ -164,28 +231,22 @@ impl SelfAttention {
         fast::rope_dynamic(&x, dims, false, base, scale, &positions, freqs).explain()
     }
 
-    /// The caches with what is new.
-    fn updated(&self) -> OpResult<[Array; 2]> {
-        let Some(k) = &self.k else {
-            return Ok([Array::clone(&self.keys), Array::clone(&self.values)]);
-        };
+    /// New keys and values as they are stored where that is exact, `[B, kv_heads, T, D]`.
+    fn prepared(&self, k: &Array) -> OpResult<[Array; 2]> {
         let kv_heads = self.keys.shape()[1];
-        let mut v = self.by_head(self.v.as_ref().unwrap_or(k), kv_heads)?;
+        let mut v = self.by_head(self.v.as_deref().unwrap_or(k), kv_heads)?;
         if self.v_norm {
             v = fast::rms_norm(&v, None::<&Array>, self.eps).explain()?;
         }
         let v = v.transpose_axes(&[0, 2, 1, 3]).explain()?;
         let k = self.normed(self.by_head(k, kv_heads)?, self.k_norm.as_ref())?;
-        Ok([
-            self.written(&self.keys, &self.turned(&k)?)?,
-            self.written(&self.values, &v)?,
-        ])
+        Ok([self.turned(&k)?, v])
     }
 
     /// What queries find in the caches, `[B, T, heads * D]`.
-    fn mixed(&self, q: &Array, caches: &[Array; 2]) -> OpResult<Array> {
+    fn mixed(&self, q: &Array, caches: &Stored) -> OpResult<Array> {
         let (b, t) = (q.shape()[0], q.shape()[1]);
-        let (kv_heads, dim) = (self.keys.shape()[1], self.keys.shape()[3]);
+        let dim = self.dim;
         let mut q = self.by_head(q, self.heads)?;
         let mut gate = None;
         if self.gated {
@@ -195,17 +256,23 @@ impl SelfAttention {
             q = slice_array(&q, &[0; 4], &[b, t, self.heads, dim])?;
         }
         let q = self.turned(&self.normed(q, self.q_norm.as_ref())?)?;
-        let (span, mask) = self.mask(t)?;
-        let seen = [b, kv_heads, span, dim];
+        let Seen {
+            keys,
+            values,
+            positions,
+        } = caches.seen(self, t)?;
+        // Quantized keys are widened to single precision, and mixed so.
+        let (q, dtype) = (q.as_dtype(keys.dtype()).explain()?, q.dtype());
         let mixed = fast::scaled_dot_product_attention(
             &q,
-            &slice_array(&caches[0], &[0; 4], &seen)?,
-            &slice_array(&caches[1], &[0; 4], &seen)?,
+            &keys,
+            &values,
             self.scale,
-            ScaledDotProductAttentionMask::Array(&mask),
+            ScaledDotProductAttentionMask::Array(&self.mask(t, &positions)),
             None,
         )
         .explain()?;
+        let mixed = mixed.as_dtype(dtype).explain()?;
         let mixed = mixed.transpose_axes(&[0, 2, 1, 3]).explain()?;
         let mut mixed = mixed.reshape(&[b, t, self.heads * dim]).explain()?;
         if let Some(gate) = gate {
@@ -215,58 +282,27 @@ impl SelfAttention {
         Ok(mixed)
     }
 
-    /// The cache with a pass's columns at each row's offset.
-    fn written(&self, cache: &Array, columns: &Array) -> OpResult<Array> {
-        let &[_, heads, width, dim] = columns.shape() else {
-            return Err("columns of another rank".to_owned());
-        };
-        let (first, capacity) = (self.offsets[0], cache.shape()[2]);
-        if first + width <= capacity && self.offsets.iter().all(|&offset| offset == first) {
-            return slice_update_array(cache, columns, &[0, 0, first, 0]);
-        }
-        let mut cache = cache.clone();
-        for (row, &offset) in (0..).zip(&self.offsets) {
-            // Up to the last column of the cache, then on from its first one.
-            let at = offset % capacity;
-            let split = width.min(capacity - at);
-            for (from, to, at) in [(0, split, at), (split, width, 0)] {
-                if from < to {
-                    let (start, stop) = ([row, 0, from, 0], [row + 1, heads, to, dim]);
-                    let part = slice_array(columns, &start, &stop)?;
-                    cache = slice_update_array(&cache, &part, &[row, 0, at, 0])?;
-                }
-            }
-        }
-        Ok(cache)
-    }
-
-    /// How many columns of the caches there are to look at, and `[B, 1, T, columns]`, true where a query
-    /// may look.
-    fn mask(&self, t: i32) -> OpResult<(i32, Array)> {
-        let capacity = self.keys.shape()[2];
-        let longest = self.offsets.iter().max().copied().unwrap_or(0) + t;
-        let span = longest.min(capacity);
+    /// `[B, 1, T, columns]`, true where a query may look. `positions`: in each row, of every column the
+    /// position that lies there; negative: none.
+    fn mask(&self, t: i32, positions: &[Vec<i32>]) -> Array {
         let window = if self.window == 0 {
             i32::MAX
         } else {
             self.window
         };
-        let mut mask = Vec::with_capacity(self.offsets.len() * (t * span) as usize);
-        for (row, &offset) in self.offsets.iter().enumerate() {
-            let last = offset + t - 1;
+        let span = positions.first().map_or(0, Vec::len);
+        let mut mask = Vec::with_capacity(positions.len() * t as usize * span);
+        for (row, (&offset, positions)) in self.offsets.iter().zip(positions).enumerate() {
             let end = self.ends.as_ref().map(|ends| ends[row]);
-            for own in offset..=last {
+            for own in offset..offset + t {
                 let own = end.map_or(own, |end| own.min(end - 1));
-                mask.extend((0..span).map(|column| {
-                    // The last position that was put there.
-                    let position = last - (last - column).rem_euclid(capacity);
-                    let before = end.unwrap_or(own + 1);
+                let before = end.unwrap_or(own + 1);
+                mask.extend(positions.iter().map(|&position| {
                     position >= 0 && position < before && own - position < window
                 }));
             }
         }
-        let shape = [self.offsets.len() as i32, 1, t, span];
-        Ok((span, Array::from_slice(&mask, &shape)))
+        Array::from_slice(&mask, &[self.offsets.len() as i32, 1, t, span as i32])
     }
 }
 

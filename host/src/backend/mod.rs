@@ -13,6 +13,7 @@ mod native;
 mod ops;
 mod project;
 mod quantize;
+mod stored;
 mod weights;
 
 use std::sync::Once;

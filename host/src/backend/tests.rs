@@ -1,6 +1,7 @@
 //! The host's own kernels against MLX's, through the op table; and what the table refuses.
 
 mod experts;
+mod kv;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -269,6 +270,9 @@ proptest! {
                     v: optional(!gated, &v),
                     keys: keys.raw(),
                     values: values.raw(),
+                    first_keys: RawTensor::NULL,
+                    first_values: RawTensor::NULL,
+                    start: 0,
                     q_norm: optional(normed, &norm),
                     k_norm: optional(normed, &norm),
                     v_norm: normed,

@@ -8,6 +8,8 @@ use mlxhost::engine::Limits;
 use mlxhost::kernels::{self, pool};
 use mlxhost::prefix::PrefixConfig;
 
+use super::kv::KvArgs;
+
 const EXAMPLES: &str = "\
 Examples:
   mlxhost --plugin plugins/qwen_mtp.so --prompt 'Why is the sky blue?' --stats
@@ -151,6 +153,8 @@ pub struct ModelArgs {
     pub no_draft: bool,
 
     #[command(flatten)]
+    pub kv: KvArgs,
+    #[command(flatten)]
     pub compute: Compute,
 }
 
@@ -286,6 +290,8 @@ pub struct EvalArgs {
     /// Hidden states to write too: layer numbers, `embedding`, `pre_norm`, `final`.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub taps: Vec<String>,
+    #[command(flatten)]
+    pub kv: KvArgs,
     #[command(flatten)]
     pub compute: Compute,
 }

@@ -22,7 +22,8 @@ pub fn run(args: &EvalArgs) -> Result<(), CliError> {
     let taps = taps.collect::<Result<Vec<_>, _>>()?;
     args.compute.apply();
     backend::install();
-    let model = Model::load(Arc::new(Checkpoint::open(&args.model)?), None)?;
+    let kv = args.kv.config()?;
+    let model = Model::load_with(Arc::new(Checkpoint::open(&args.model)?), None, &kv)?;
     let facts = model.facts();
     if let Some(id) = ids.iter().find(|id| !(0..facts.vocab_size).contains(*id)) {
         let vocab = facts.vocab_size;

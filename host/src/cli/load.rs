@@ -9,6 +9,7 @@ use mlxhost::LoadError;
 use mlxhost::checkpoint::Checkpoint;
 use mlxhost::engine::{DrafterConfig, Engine, EngineConfig, Limits};
 use mlxhost::kernels::{self, pool};
+use mlxhost::model::KvConfig;
 use mlxhost::paths;
 use mlxhost::plugin::{Choice, DrafterSource, Library, Registry};
 use mlxhost::prefix::{PrefixConfig, identity};
@@ -45,6 +46,7 @@ pub struct Needs {
 /// Loads what the user named.
 pub fn load(args: &ModelArgs, needs: Needs) -> Result<Loaded, CliError> {
     args.compute.apply();
+    let kv = args.kv.config()?;
     let registry = registry(&args.plugins)?;
     let (model, bundled) = match &args.model {
         Some(path) => (path.clone(), false),
@@ -64,16 +66,18 @@ pub fn load(args: &ModelArgs, needs: Needs) -> Result<Loaded, CliError> {
         other_drafters(args, &registry, &checkpoint, &mut sources)?;
     }
     let drafters = sources.into_iter().map(|source| DrafterConfig {
-        costs: costs(&model, &source),
+        costs: costs(&model, &source, &kv),
         source,
     });
+    let drafters = drafters.collect();
     let bytes = checkpoint.bytes();
     let config = EngineConfig {
         checkpoint,
         tokenizer: tokenizer.clone(),
-        drafters: drafters.collect(),
+        drafters,
         limits: needs.limits,
         prefix: needs.prefix,
+        kv,
     };
     let progress = Progress::new("loading", bytes);
     let engine = Engine::start(config, {
@@ -89,7 +93,7 @@ pub fn load(args: &ModelArgs, needs: Needs) -> Result<Loaded, CliError> {
 }
 
 /// Where what rounds cost is remembered, for this pair as this process computes.
-fn costs(model: &Path, drafter: &DrafterSource) -> Option<PathBuf> {
+fn costs(model: &Path, drafter: &DrafterSource, kv: &KvConfig) -> Option<PathBuf> {
     let mut digest = Sha256::new();
     let mut add = |part: &dyn std::fmt::Debug| digest.update(format!("{part:?};"));
     for path in [Some(model), drafter.checkpoint.as_deref()]
@@ -101,6 +105,7 @@ fn costs(model: &Path, drafter: &DrafterSource) -> Option<PathBuf> {
         add(&(&path, facts.len(), facts.modified().ok()));
     }
     add(&(drafter.library.digest(), &drafter.options));
+    add(kv);
     add(&(pool::threads(), kernels::exact(), env!("CARGO_PKG_VERSION")));
     let name = identity::hex(&digest.finalize()[..16]);
     Some(

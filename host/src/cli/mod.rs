@@ -8,6 +8,7 @@ mod drafter;
 mod error;
 mod eval;
 mod generate;
+mod kv;
 mod load;
 mod log;
 mod output;

@@ -185,13 +185,7 @@ impl Group {
 
 /// What the target lends a drafter; none if it lacks some of it.
 fn donors(kinds: &[DonorKind], model: &Model, caches: &[LayerCache]) -> Option<Vec<Donor>> {
-    let donor = |kind: &DonorKind| {
-        let (keys, values) = model.donor(*kind, caches)?;
-        Some(Donor {
-            keys: keys.raw(),
-            values: values.raw(),
-        })
-    };
+    let donor = |kind: &DonorKind| model.donor(*kind, caches);
     kinds.iter().map(donor).collect()
 }
 

@@ -17,7 +17,7 @@ use super::scheduler::{Methods, Scheduler};
 use crate::backend;
 use crate::checkpoint::Checkpoint;
 use crate::error::LoadError;
-use crate::model::{Model, TargetHandle};
+use crate::model::{KvConfig, Model, TargetHandle};
 use crate::plugin::{Drafter, DrafterSource};
 use crate::prefix::{PrefixConfig, PrefixStore};
 use crate::text::Tokenizer;
@@ -30,6 +30,8 @@ pub struct EngineConfig {
     pub tokenizer: Option<Arc<Tokenizer>>,
     /// The drafters, each of another plugin; the first is the default.
     pub drafters: Vec<DrafterConfig>,
+    /// How the target's caches store keys and values.
+    pub kv: KvConfig,
     /// How much is done at a time.
     pub limits: Limits,
     /// Where the states of rows are kept.
@@ -294,8 +296,8 @@ type Loaded = (Rc<TargetHandle>, Methods, Option<PrefixStore>);
 fn load(config: &EngineConfig) -> Result<Loaded, LoadError> {
     let vocabulary = config.tokenizer.as_ref().map(|t| t.table_digest());
     let store = PrefixStore::open(&config.prefix)?;
-    let model = Model::load(config.checkpoint.clone(), vocabulary)?;
-    let identity = config.prefix.identity(config.checkpoint.path())?;
+    let model = Model::load_with(config.checkpoint.clone(), vocabulary, &config.kv)?;
+    let identity = config.prefix.identity(config.checkpoint.path(), &config.kv)?;
     let mut drafted = Vec::with_capacity(config.drafters.len());
     for DrafterConfig { source, costs } in &config.drafters {
         let drafter = Drafter::load(source, &model)?;

@@ -3,8 +3,10 @@
 
 use std::cell::RefCell;
 
+pub use super::caches::fits;
+use super::caches::{Caches, Head};
 use super::lanes::Float;
-use super::mix::{KeyHead, Scratch};
+use super::mix::Scratch;
 use super::pool::{self, Shared};
 use super::rows::{Rotation, sigmoid};
 
@@ -23,8 +25,6 @@ pub struct Attend<'a, T> {
     pub kv_heads: usize,
     /// Dimensions of a head.
     pub dim: usize,
-    /// Columns that the caches have room for.
-    pub capacity: usize,
     /// `[B, T, heads * D]`; gated `[B, T, heads * 2 D]`, per head the query and then its gate. Empty:
     /// nothing is mixed, the caches are only written to.
     pub q: &'a [T],
@@ -46,7 +46,7 @@ pub struct Attend<'a, T> {
     /// By what position each row's first column is rotated.
     pub positions: &'a [i32],
     /// Where each row's first column stands: it sees itself and what lies before it, which is cached.
-    /// Position `p` lies in column `p % capacity`.
+    /// Position `p` lies in column `p % capacity`, unless [`Places`] say otherwise.
     pub offsets: &'a [i32],
     /// Per row, the position before which all columns see everything; none: a column sees itself and
     /// what lies before it.
@@ -97,44 +97,6 @@ impl Angles {
     }
 }
 
-/// Keys and values, `[B, kv_heads, capacity, D]` each.
-pub enum Caches<'a, T> {
-    /// They have everything.
-    Read(&'a [T], &'a [T]),
-    /// Those of the pass go in.
-    Write(&'a mut [T], &'a mut [T]),
-}
-
-/// The caches as pieces see them.
-#[derive(Clone, Copy)]
-enum SharedCaches<'a, T> {
-    Read(&'a [T], &'a [T]),
-    Write(Shared<T>, Shared<T>),
-}
-
-impl<T> SharedCaches<'_, T> {
-    /// Some keys and values.
-    ///
-    /// # Safety
-    /// Nobody writes to them, and the caches are still borrowed.
-    unsafe fn read(&self, at: usize, len: usize) -> (&[T], &[T]) {
-        match self {
-            Self::Read(keys, values) => (&keys[at..at + len], &values[at..at + len]),
-            // SAFETY: the caller's promise.
-            Self::Write(keys, values) => unsafe { (keys.read(at, len), values.read(at, len)) },
-        }
-    }
-}
-
-/// Whether columns from these positions on fit caches: what is still to be seen must not be written over.
-pub fn fits(offsets: &[i32], width: usize, capacity: usize, window: usize) -> bool {
-    let turns = window > 0 && capacity >= window + width;
-    let fits = |&offset: &i32| {
-        usize::try_from(offset).is_ok_and(|offset| turns || offset + width <= capacity)
-    };
-    offsets.iter().all(fits)
-}
-
 /// Whether ends of passes lie among their columns.
 pub fn fits_ends(ends: &[i32], offsets: &[i32], width: usize) -> bool {
     let within = |(end, offset): (&i32, &i32)| {
@@ -156,24 +118,18 @@ impl<T: Float> Attend<'_, T> {
             heads,
             kv_heads,
             dim,
-            capacity,
             ..
         } = *self;
         let columns = batch * width;
         let queries = columns * heads * dim * if self.gated { 2 } else { 1 };
         let mixes = !self.q.is_empty();
         assert!(self.q.len() == if mixes { queries } else { 0 });
-        let (keys, values) = match &caches {
-            Caches::Read(keys, values) => (keys.len(), values.len()),
-            Caches::Write(keys, values) => (keys.len(), values.len()),
-        };
-        assert!(keys == batch * kv_heads * capacity * dim && values == keys);
         let shared = columns * kv_heads * dim;
         assert!(
             self.kv
                 .is_none_or(|(k, v)| k.len() == shared && v.unwrap_or(k).len() == shared)
         );
-        assert!(self.kv.is_some() == matches!(caches, Caches::Write(..)));
+        assert!(caches.fit(batch * kv_heads, dim, self.kv.is_some()));
         assert!(out.len() == if mixes { columns * heads * dim } else { 0 });
         assert!(self.offsets.len() == batch);
         assert!(
@@ -182,19 +138,14 @@ impl<T: Float> Attend<'_, T> {
         );
         assert!(self.positions.len() == batch);
         assert!(
-            fits(self.offsets, width, capacity, self.window),
+            caches.have_room(self.offsets, width, self.window),
             "the cache is too small"
         );
         assert!(heads.is_multiple_of(kv_heads) && 2 * self.rotation.divisors.len() <= dim);
 
         ANGLES.with_borrow_mut(|angles| {
             let turns = angles.of(self.rotation, self.positions, width);
-            let caches = match caches {
-                Caches::Read(keys, values) => SharedCaches::Read(keys, values),
-                Caches::Write(keys, values) => {
-                    SharedCaches::Write(Shared::new(keys), Shared::new(values))
-                }
-            };
+            let caches = &caches;
             let out = Shared::new(out);
             let head_pieces = batch * kv_heads;
             let longest = self.offsets.iter().max().map_or(0, |&o| o as usize) + width;
@@ -264,8 +215,8 @@ impl<T: Float> Attend<'_, T> {
     ///
     /// # Safety
     /// Nobody else has a part of this head.
-    unsafe fn write(&self, piece: usize, turns: &[(f32, f32)], caches: SharedCaches<'_, T>) {
-        let (Some((k, v)), SharedCaches::Write(keys, values)) = (self.kv, caches) else {
+    unsafe fn write(&self, piece: usize, turns: &[(f32, f32)], caches: &Caches<'_, T>) {
+        let Some((k, v)) = self.kv else {
             return;
         };
         let (row, head) = (piece / self.kv_heads, piece % self.kv_heads);
@@ -273,26 +224,22 @@ impl<T: Float> Attend<'_, T> {
         let mut wide = vec![0.0; self.dim];
         for t in 0..self.width {
             let from = ((row * self.width + t) * self.kv_heads + head) * self.dim;
-            let at = (piece * self.capacity + (offset + t) % self.capacity) * self.dim;
-            // SAFETY: the caller's promise.
-            let (key, value) = unsafe { (keys.slice(at, self.dim), values.slice(at, self.dim)) };
             let x = &k[from..from + self.dim];
-            let v = v.map_or(x, |v| &v[from..from + self.dim]);
             self.prepare(x, self.k_norm, self.turns(turns, row, t), &mut wide);
-            for (key, x) in key.iter_mut().zip(&wide) {
-                *key = T::narrow(*x);
+            // SAFETY: the caller's promise.
+            unsafe { caches.put(0, piece, offset + t, &wide) };
+            let v = v.map_or(x, |v| &v[from..from + self.dim]);
+            for (wide, x) in wide.iter_mut().zip(v) {
+                *wide = x.wide();
             }
             if self.v_norm {
-                for (wide, x) in wide.iter_mut().zip(v) {
-                    *wide = x.wide();
-                }
                 let scale = self.length(&wide);
-                for (value, x) in value.iter_mut().zip(&wide) {
-                    *value = T::narrow(x * scale);
+                for x in &mut wide {
+                    *x = T::narrow(*x * scale).wide();
                 }
-            } else {
-                value.copy_from_slice(v);
             }
+            // SAFETY: the caller's promise.
+            unsafe { caches.put(1, piece, offset + t, &wide) };
         }
     }
 
@@ -310,7 +257,7 @@ impl<T: Float> Attend<'_, T> {
         piece: usize,
         columns: std::ops::Range<usize>,
         turns: &[(f32, f32)],
-        caches: SharedCaches<'_, T>,
+        caches: &Caches<'_, T>,
         out: Shared<T>,
     ) {
         let (row, kv_head) = (piece / self.kv_heads, piece % self.kv_heads);
@@ -333,15 +280,6 @@ impl<T: Float> Attend<'_, T> {
                 *x *= self.scale;
             }
         }
-        // SAFETY: the caller's promise.
-        let (keys, values) =
-            unsafe { caches.read(piece * self.capacity * dim, self.capacity * dim) };
-        let head = KeyHead {
-            keys,
-            values,
-            strides: [dim, dim],
-            columns: self.capacity,
-        };
         let window = if self.window == 0 {
             usize::MAX
         } else {
@@ -351,16 +289,18 @@ impl<T: Float> Attend<'_, T> {
         let own = offset + columns.start;
         let own = end.map_or(own, |end| own.min(end - 1));
         let first = (own + 1).saturating_sub(window);
-        scratch.mix(
-            head,
-            first..end.unwrap_or(offset + columns.end),
-            |local, s| {
-                // Padding sees what the last filled column sees, so that nobody sees nothing.
-                let own = offset + columns.start + local % width;
-                let own = end.map_or(own, |end| own.min(end - 1));
-                (end.is_some() || s <= own) && own.saturating_sub(s) < window
-            },
-        );
+        let span = first..end.unwrap_or(offset + columns.end);
+        let sees = |local: usize, s: usize| {
+            // Padding sees what the last filled column sees, so that nobody sees nothing.
+            let own = offset + columns.start + local % width;
+            let own = end.map_or(own, |end| own.min(end - 1));
+            (end.is_some() || s <= own) && own.saturating_sub(s) < window
+        };
+        // SAFETY: the caller's promise.
+        match unsafe { caches.head(piece, dim) } {
+            Head::Exact(head) => scratch.mix(head, span, sees),
+            Head::Quantized(head) => scratch.mix(head, span, sees),
+        }
         for (local, sums) in scratch.sums.chunks_exact(dim).enumerate() {
             let (at, _) = query(local);
             // SAFETY: the caller's promise.
@@ -390,8 +330,8 @@ mod tests {
             .collect()
     }
 
-    /// Shape of a test: `[heads, kv_heads, dim, capacity]`.
-    type Sizes = [usize; 4];
+    /// Shape of a test: `[heads, kv_heads, dim]`.
+    type Sizes = [usize; 3];
 
     struct Inputs {
         q: Vec<f32>,
@@ -402,7 +342,7 @@ mod tests {
 
     const DIVISORS: [f32; 3] = [1.0, 7.0, 60.0];
 
-    fn inputs([heads, kv_heads, dim, _]: Sizes, columns: usize, gated: bool) -> Inputs {
+    fn inputs([heads, kv_heads, dim]: Sizes, columns: usize, gated: bool) -> Inputs {
         Inputs {
             q: values(columns * heads * dim * if gated { 2 } else { 1 }, 1),
             k: values(columns * kv_heads * dim, 2),
@@ -412,7 +352,7 @@ mod tests {
     }
 
     fn attend<'a>(
-        [heads, kv_heads, dim, capacity]: Sizes,
+        [heads, kv_heads, dim]: Sizes,
         inputs: &'a Inputs,
         offsets: &'a [i32],
         (window, gated, normed): (usize, bool, bool),
@@ -424,7 +364,6 @@ mod tests {
             heads,
             kv_heads,
             dim,
-            capacity,
             q: &inputs.q,
             gated,
             kv: Some((&inputs.k, Some(&inputs.v))),
@@ -455,7 +394,7 @@ mod tests {
             normed in any::<bool>(),
         ) {
             let (heads, dim) = (kv_heads * repeat, 2 * half);
-            let sizes = [heads, kv_heads, dim, 64];
+            let sizes = [heads, kv_heads, dim];
             let batch = starts.len();
             let options = (window, gated, normed);
             let all = inputs(sizes, batch * width, gated);
@@ -463,7 +402,7 @@ mod tests {
             let (mut keys, mut vals) = (before.clone(), before.clone());
             let mut out = vec![0.0; batch * width * heads * dim];
             attend(sizes, &all, &starts, options)
-                .run(Caches::Write(&mut keys, &mut vals), &mut out);
+                .run(Caches::exact(64, [&mut keys[..], &mut vals[..]]), &mut out);
             for (row, &start) in starts.iter().enumerate() {
                 let cache = kv_heads * 64 * dim;
                 let (mut own_keys, mut own_vals) =
@@ -481,7 +420,7 @@ mod tests {
                     };
                     let mut alone = vec![0.0; heads * dim];
                     attend(sizes, &one, &[start + t as i32], options)
-                        .run(Caches::Write(&mut own_keys, &mut own_vals), &mut alone);
+                        .run(Caches::exact(64, [&mut own_keys[..], &mut own_vals[..]]), &mut alone);
                     prop_assert_eq!(&part(&out), &alone);
                 }
                 prop_assert_eq!(&keys[row * cache..][..cache], &own_keys[..]);
@@ -505,22 +444,22 @@ mod tests {
             let mut at = 0;
             for (number, (width, kept)) in passes.into_iter().enumerate() {
                 let width = width.min(most);
-                let mut all = inputs([heads, kv_heads, dim, 0], width, false);
+                let mut all = inputs([heads, kv_heads, dim], width, false);
                 all.k = values(all.k.len(), 100 * number);
                 let mut outs = Vec::new();
                 for ((keys, vals), capacity) in caches.iter_mut().zip([long, short]) {
                     let mut out = vec![0.0; width * heads * dim];
                     let start = [at as i32];
-                    let mut attend = attend([heads, kv_heads, dim, capacity], &all, &start, options);
+                    let mut attend = attend([heads, kv_heads, dim], &all, &start, options);
                     if bare {
                         attend.kv = Some((&all.k, None));
                         attend.v_norm = true;
                     }
-                    attend.run(Caches::Write(keys, vals), &mut out);
+                    attend.run(Caches::exact(capacity, [&mut keys[..], &mut vals[..]]), &mut out);
                     // Another look at the same keys, as a layer that has none of its own takes it.
                     let mut again = out.clone();
                     attend.kv = None;
-                    attend.run(Caches::Read(keys, vals), &mut again);
+                    attend.run(Caches::exact(capacity, [&keys[..], &vals[..]]), &mut again);
                     prop_assert_eq!(&again, &out);
                     outs.push(out);
                 }
@@ -539,13 +478,13 @@ mod tests {
             normed in any::<bool>(),
         ) {
             let (heads, dim, at) = (kv_heads * repeat, 2 * half, start as usize);
-            let sizes = [heads, kv_heads, dim, 24];
+            let sizes = [heads, kv_heads, dim];
             let one = inputs(sizes, 1, gated);
             let mut keys = values(kv_heads * 24 * dim, 7);
             let mut vals = values(kv_heads * 24 * dim, 8);
             let mut out = vec![0.0; heads * dim];
             attend(sizes, &one, &[start], (window, gated, normed))
-                .run(Caches::Write(&mut keys, &mut vals), &mut out);
+                .run(Caches::exact(24, [&mut keys[..], &mut vals[..]]), &mut out);
 
             let turned = |x: &[f32]| -> Vec<f64> {
                 let mut x: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();

@@ -1,6 +1,8 @@
 //! The inner loops of attention: scores, softmax and the mix of values, for the queries that share a
 //! key head.
 
+use std::ops::Range;
+
 use super::lanes::{self, Float, exp_negative};
 
 /// Keys, or values, that all queries pass over together.
@@ -22,18 +24,54 @@ pub struct KeyHead<'a, T> {
     pub columns: usize,
 }
 
-/// The keys `span` in pieces that all queries pass over together, none of them across the last column.
-/// Each with the column that it starts in.
+/// Where the keys and values of one head are looked up.
+pub trait Lookup: Copy {
+    /// From a position on, how many lie one after the other; at least one.
+    fn run(&self, position: usize) -> usize;
+
+    /// The keys (`side` 0) or values (1) of positions that lie one after the other, in single precision,
+    /// and the elements from one to the next.
+    fn get<'t>(
+        &'t self,
+        side: usize,
+        positions: Range<usize>,
+        dim: usize,
+        to: &'t mut Vec<f32>,
+    ) -> (&'t [f32], usize);
+}
+
+impl<T: Float> Lookup for KeyHead<'_, T> {
+    #[inline(always)]
+    fn run(&self, position: usize) -> usize {
+        self.columns - position % self.columns
+    }
+
+    #[inline(always)]
+    fn get<'t>(
+        &'t self,
+        side: usize,
+        positions: Range<usize>,
+        dim: usize,
+        to: &'t mut Vec<f32>,
+    ) -> (&'t [f32], usize) {
+        let from = if side == 0 { self.keys } else { self.values };
+        let column = positions.start % self.columns;
+        let columns = column..column + positions.len();
+        widened(from, self.strides[side], columns, dim, to)
+    }
+}
+
+/// The positions `span` in pieces that all queries pass over together.
 #[inline(always)]
-fn tiles(
-    span: std::ops::Range<usize>,
-    columns: usize,
-) -> impl Iterator<Item = (std::ops::Range<usize>, usize)> {
+fn tiles(span: Range<usize>, head: impl Lookup) -> impl Iterator<Item = Range<usize>> {
     let mut next = span.start;
     std::iter::from_fn(move || {
-        let (first, column) = (next, next % columns);
-        next = span.end.min(first + TILE.min(columns - column));
-        (first < next).then_some((first..next, column))
+        let first = next;
+        if first >= span.end {
+            return None;
+        }
+        next = span.end.min(first + TILE.min(head.run(first)));
+        Some(first..next)
     })
 }
 
@@ -62,10 +100,10 @@ impl Scratch {
     }
 
     /// Mixes the values of the keys `from..to`, of which query `i` sees key `s` if `sees(i, s)`.
-    pub fn mix<T: Float>(
+    pub fn mix(
         &mut self,
-        head: KeyHead<'_, T>,
-        span: std::ops::Range<usize>,
+        head: impl Lookup,
+        span: Range<usize>,
         sees: impl Fn(usize, usize) -> bool,
     ) {
         #[cfg(target_arch = "x86_64")]
@@ -85,10 +123,10 @@ impl Scratch {
 
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,fma")]
-    fn mix_avx512<T: Float>(
+    fn mix_avx512(
         &mut self,
-        head: KeyHead<'_, T>,
-        span: std::ops::Range<usize>,
+        head: impl Lookup,
+        span: Range<usize>,
         sees: impl Fn(usize, usize) -> bool,
     ) {
         self.mix_lanes(head, span, sees, f32::mul_add);
@@ -96,20 +134,20 @@ impl Scratch {
 
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma")]
-    fn mix_avx2<T: Float>(
+    fn mix_avx2(
         &mut self,
-        head: KeyHead<'_, T>,
-        span: std::ops::Range<usize>,
+        head: impl Lookup,
+        span: Range<usize>,
         sees: impl Fn(usize, usize) -> bool,
     ) {
         self.mix_lanes(head, span, sees, f32::mul_add);
     }
 
     #[inline(always)]
-    fn mix_lanes<T: Float>(
+    fn mix_lanes(
         &mut self,
-        head: KeyHead<'_, T>,
-        span: std::ops::Range<usize>,
+        head: impl Lookup,
+        span: Range<usize>,
         sees: impl Fn(usize, usize) -> bool,
         fma: impl Fn(f32, f32, f32) -> f32 + Copy,
     ) {
@@ -119,11 +157,9 @@ impl Scratch {
         self.scores.resize(queries * keys, f32::NEG_INFINITY);
         self.sums.fill(0.0);
         // A tile of keys, then of values, stays near while all queries pass over it.
-        for (tile, column) in tiles(span.clone(), head.columns) {
+        for tile in tiles(span.clone(), head) {
             let first = tile.start;
-            let range = column..column + tile.len();
-            let (tile_keys, stride) =
-                widened(head.keys, head.strides[0], range, dim, &mut self.wide);
+            let (tile_keys, stride) = head.get(0, tile.clone(), dim, &mut self.wide);
             for (index, query) in self.queries.chunks_exact(dim).enumerate() {
                 let scores = &mut self.scores[index * keys + first - span.start..];
                 for ((s, score), key) in tile.clone().zip(scores).zip(tile_keys.chunks(stride)) {
@@ -136,11 +172,9 @@ impl Scratch {
         for scores in self.scores.chunks_exact_mut(keys.max(1)) {
             softmax(scores);
         }
-        for (tile, column) in tiles(span.clone(), head.columns) {
+        for tile in tiles(span.clone(), head) {
             let (first, count) = (tile.start, tile.len());
-            let range = column..column + count;
-            let (values, stride) =
-                widened(head.values, head.strides[1], range, dim, &mut self.wide);
+            let (values, stride) = head.get(1, tile, dim, &mut self.wide);
             for (index, sums) in self.sums.chunks_exact_mut(dim).enumerate() {
                 let shares = &self.scores[index * keys + first - span.start..][..count];
                 let (parts, rest) = sums.as_chunks_mut::<PART>();
@@ -172,10 +206,10 @@ impl Scratch {
 
 /// Some columns in single precision, and the elements from one to the next.
 #[inline(always)]
-fn widened<'a, T: Float>(
+pub(super) fn widened<'a, T: Float>(
     from: &'a [T],
     stride: usize,
-    columns: std::ops::Range<usize>,
+    columns: Range<usize>,
     dim: usize,
     to: &'a mut Vec<f32>,
 ) -> (&'a [f32], usize) {

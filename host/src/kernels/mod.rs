@@ -6,8 +6,10 @@
 
 pub mod attend;
 pub mod attention;
+pub mod caches;
 pub mod delta;
 pub mod experts;
+pub mod kv;
 pub mod lanes;
 pub mod matrix;
 mod mix;

@@ -212,6 +212,16 @@ impl<T> Shared<T> {
         Self(buffer.as_mut_ptr(), buffer.len())
     }
 
+    /// Elements of the buffer.
+    pub fn len(&self) -> usize {
+        self.1
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.1 == 0
+    }
+
     /// A part of the buffer that nobody writes.
     ///
     /// # Safety

@@ -1,9 +1,12 @@
 //! A stack of decoder layers between an embedding and a head.
 
-use plugin_api::layers::{DecoderLayer, GemmaLayer, LayerCache, Linear, RmsNorm, Step};
+use plugin_api::layers::{
+    DecoderLayer, GemmaLayer, LayerCache, Linear, QuantizedKv, RmsNorm, Step,
+};
 use plugin_api::{DType, DonorFacts, Error, Result, Tap, Tensor, Weights};
 
 use super::gemma4::PerLayer;
+use super::kv::KvConfig;
 
 /// What every architecture has.
 pub(super) struct Sizes {
@@ -36,17 +39,24 @@ pub(super) enum Layer {
 }
 
 impl Layer {
-    fn new_cache(&self) -> LayerCache {
+    fn new_cache(&self, kv: Option<QuantizedKv>) -> LayerCache {
         match self {
-            Self::Plain(layer) => layer.new_cache(),
-            Self::Gemma(layer) => layer.new_cache(),
+            Self::Plain(layer) => layer.cache_stored(kv),
+            Self::Gemma(layer) => layer.cache_stored(kv),
         }
     }
 
-    fn cache_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+    fn cache_bytes(&self, tokens: usize, dtype: DType, kv: Option<QuantizedKv>) -> u64 {
         match self {
-            Self::Plain(layer) => layer.cache_bytes(tokens, dtype),
-            Self::Gemma(layer) => layer.cache_bytes(tokens, dtype),
+            Self::Plain(layer) => layer.cache_bytes(tokens, dtype, kv),
+            Self::Gemma(layer) => layer.cache_bytes(tokens, dtype, kv),
+        }
+    }
+
+    fn head_dim(&self) -> Option<i32> {
+        match self {
+            Self::Plain(layer) => layer.head_dim(),
+            Self::Gemma(layer) => Some(layer.head_dim()),
         }
     }
 
@@ -68,6 +78,8 @@ pub(super) struct Decoder {
     head: Option<Linear>,
     dtype: DType,
     extras: Extras,
+    /// How each layer that has a cache stores keys and values; beyond its end: as they are.
+    kv: Vec<Option<QuantizedKv>>,
 }
 
 /// The outcome of a forward pass, uncomputed.
@@ -102,12 +114,27 @@ impl Decoder {
             dtype: probe.dtype(),
             sizes,
             extras: Extras::default(),
+            kv: Vec::new(),
         })
     }
 
     /// The same with more to it.
     pub fn with(self, extras: Extras) -> Self {
         Self { extras, ..self }
+    }
+
+    /// The same with caches that store keys and values as `kv` says.
+    ///
+    /// # Errors
+    /// That does not fit the layers.
+    pub fn storing(mut self, kv: &KvConfig) -> Result<Self> {
+        let own = self.cache_count();
+        let layers = self.layers.iter().enumerate();
+        let head_dims: Vec<_> = layers
+            .map(|(index, layer)| layer.head_dim().filter(|_| index < own))
+            .collect();
+        self.kv = kv.of_layers(&head_dims)?;
+        Ok(self)
     }
 
     pub fn hidden(&self) -> i32 {
@@ -129,14 +156,20 @@ impl Decoder {
 
     /// One per layer that has keys or a state of its own; those are the first ones.
     pub fn new_caches(&self) -> Vec<LayerCache> {
-        let own = self.layers.iter().take(self.cache_count());
-        own.map(Layer::new_cache).collect()
+        self.own().map(|(layer, kv)| layer.new_cache(kv)).collect()
     }
 
     /// Bytes of a row's caches after so many tokens.
     pub fn cache_bytes(&self, tokens: usize) -> u64 {
-        let own = self.layers.iter().take(self.cache_count());
-        own.map(|layer| layer.cache_bytes(tokens, self.dtype)).sum()
+        self.own()
+            .map(|(layer, kv)| layer.cache_bytes(tokens, self.dtype, kv))
+            .sum()
+    }
+
+    /// The layers that have a cache of their own, and how it stores keys and values.
+    fn own(&self) -> impl Iterator<Item = (&Layer, Option<QuantizedKv>)> {
+        let layers = self.layers.iter().take(self.cache_count()).enumerate();
+        layers.map(|(index, layer)| (layer, self.kv.get(index).copied().flatten()))
     }
 
     fn cache_count(&self) -> usize {

@@ -5,6 +5,7 @@
 
 mod decoder;
 mod gemma4;
+mod kv;
 mod layout;
 mod llama;
 mod qwen3;
@@ -15,7 +16,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use plugin_api::abi::FaultCode;
+use plugin_api::abi::{Donor, FaultCode};
 use plugin_api::layers::{LayerCache, Step};
 use plugin_api::{DonorKind, Result, RowState, Tap, TargetFacts, Tensor, Weights};
 
@@ -25,6 +26,7 @@ use crate::error::LoadError;
 
 use decoder::Decoder;
 pub use decoder::Pass;
+pub use kv::{KvBits, KvConfig};
 pub use view::TargetHandle;
 
 /// The `model_type`s that can be targets.
@@ -55,11 +57,27 @@ impl Model {
         checkpoint: Arc<Checkpoint>,
         vocabulary: Option<String>,
     ) -> std::result::Result<Self, LoadError> {
-        let path = checkpoint.path().to_owned();
-        Self::build(checkpoint, vocabulary).map_err(|e| model_error(&path, &e))
+        Self::load_with(checkpoint, vocabulary, &KvConfig::default())
     }
 
-    fn build(checkpoint: Arc<Checkpoint>, vocabulary: Option<String>) -> Result<Self> {
+    /// As [`Model::load`]; caches store keys and values as `kv` says.
+    ///
+    /// # Errors
+    /// As for [`Model::load`], or `kv` does not fit the model.
+    pub fn load_with(
+        checkpoint: Arc<Checkpoint>,
+        vocabulary: Option<String>,
+        kv: &KvConfig,
+    ) -> std::result::Result<Self, LoadError> {
+        let path = checkpoint.path().to_owned();
+        Self::build(checkpoint, vocabulary, kv).map_err(|e| model_error(&path, &e))
+    }
+
+    fn build(
+        checkpoint: Arc<Checkpoint>,
+        vocabulary: Option<String>,
+        kv: &KvConfig,
+    ) -> Result<Self> {
         let name = checkpoint.path().to_string_lossy().into_owned();
         let is_gguf = checkpoint.gguf().is_some();
         let checkpoint = Rc::new(backend::share_checkpoint(checkpoint));
@@ -85,6 +103,7 @@ impl Model {
                 return Err(config.error("model_type", problem));
             }
         };
+        let decoder = decoder.storing(kv)?;
         let tensors = decoder.tensors();
         Tensor::eval_all(&tensors)?;
         backend::settle(&tensors)?;
@@ -168,16 +187,12 @@ impl Model {
         self.decoder.logits(hidden)
     }
 
-    /// The keys and values of that kind in a group's caches, once there are any.
-    pub fn donor<'a>(
-        &self,
-        kind: DonorKind,
-        caches: &'a [LayerCache],
-    ) -> Option<(&'a Tensor, &'a Tensor)> {
+    /// The keys and values of that kind in a group's caches, borrowed, once there are any.
+    pub fn donor(&self, kind: DonorKind, caches: &[LayerCache]) -> Option<Donor> {
         let mut donors = self.decoder.donors().iter();
         let (layer, _) = donors.find(|(_, facts)| facts.kind == kind)?;
         match caches.get(*layer)? {
-            LayerCache::Kv(cache) => cache.buffers(),
+            LayerCache::Kv(cache) => cache.donor(),
             LayerCache::Delta(_) => None,
         }
     }

@@ -19,6 +19,7 @@ use sha2::{Digest, Sha256};
 
 use crate::error::LoadError;
 use crate::kernels;
+use crate::model::KvConfig;
 use crate::plugin::DrafterSource;
 use dir::Directory;
 use identity::Depth;
@@ -49,15 +50,20 @@ impl PrefixConfig {
         }
     }
 
-    /// The digest of a target's checkpoint; empty where nothing is kept.
+    /// The digest of a target's checkpoint and of how its caches store; empty where nothing is kept.
     ///
     /// # Errors
     /// It can't be read.
-    pub fn identity(&self, target: &Path) -> std::result::Result<String, LoadError> {
-        match self.is_on() {
-            true => identity::of_checkpoint(target, self.depth()),
-            false => Ok(String::new()),
+    pub fn identity(
+        &self,
+        target: &Path,
+        kv: &KvConfig,
+    ) -> std::result::Result<String, LoadError> {
+        if !self.is_on() {
+            return Ok(String::new());
         }
+        let weights = identity::of_checkpoint(target, self.depth())?;
+        Ok(identity::of_facts(&[&weights, &format!("{kv:?}")]))
     }
 
     /// The namespace of a target with that identity and a drafter: all that the numbers of their states

@@ -119,10 +119,22 @@ pub struct Attend<'a> {
     pub k: RawTensor,
     /// As `k`. Null: values are made of what keys are made of, `k`.
     pub v: RawTensor,
-    /// Cached keys `[B, kv_heads, capacity, D]`; position `p` lies in column `p % capacity`.
+    /// Cached keys `[B, kv_heads, capacity, D]`; position `p` lies in column `p % capacity`. Or quantized
+    /// ones, u32 `[B, kv_heads, capacity, D * bits / 32 + D / group]`, of the positions from `start` on: `p`
+    /// lies in column `(p - start) % capacity`. A row of them is codes of 4 or 8 bits, the first element in
+    /// the lowest bits, then per group of 32, 64 or 128 elements a word with the scale in its low half and
+    /// the bias in its high one, both f16: an element is `scale * code + bias`. What is new is quantized as
+    /// it is written, and the queries of the same pass see it so.
     pub keys: RawTensor,
     /// Cached values, as `keys`.
     pub values: RawTensor,
+    /// Beside quantized keys: those of the positions before `start`, as they are, `[B, kv_heads, columns,
+    /// D]`; `p` lies in column `p % columns`. Null: `start` is 0.
+    pub first_keys: RawTensor,
+    /// As `first_keys`.
+    pub first_values: RawTensor,
+    /// The first position that is quantized; 0 where none is.
+    pub start: i32,
     /// Weight `[D]` of the RMSNorm of queries, or null: no norm.
     pub q_norm: RawTensor,
     /// As `q_norm`, of keys.
@@ -281,8 +293,8 @@ pub struct HostApi {
     ) -> RawTensor,
     /// Self-attention between its projections, causal or over a block: norms and rotation of queries
     /// and keys, the new keys and values into the cache at each row's offset, the mix, the gate.
-    /// Returns the mix `[B, T, heads * D]` if there are queries, and keys and values if there are new
-    /// ones; empty on failure. A cache to which the caller's handle is
+    /// Returns the mix `[B, T, heads * D]` if there are queries; if there are new keys and values, all of
+    /// them, and the first ones where those lie elsewhere; empty on failure. A cache to which the caller's handle is
     /// the only one may be written in place: use what is returned from there on, and clone the
     /// handle before where the old content is still wanted.
     pub attend: extern "C" fn(&Attend<'_>) -> RVec<RawTensor>,

@@ -152,15 +152,22 @@ pub struct DonorFacts {
 /// Keys and values of the target, as its layer's cache holds them; borrowed.
 ///
 /// Position `p` of each row lies in column `p % capacity`. All processed tokens are there, of a sliding
-/// layer the window and some more; what lies beyond a row's processed tokens means nothing. They
-/// serve [`super::HostApi::attend`] as they are, without new keys; they must not be kept.
+/// layer the window and some more; what lies beyond a row's processed tokens means nothing. They may be
+/// quantized. They serve [`super::HostApi::attend`] as they are, field by field, without new keys; they must
+/// not be kept.
 #[repr(C)]
 #[derive(StableAbi, Clone, Copy, Debug)]
 pub struct Donor {
-    /// `[B, kv_heads, capacity, D]`, normalised and rotated.
+    /// `[B, kv_heads, capacity, D]`, normalised and rotated; or quantized, as [`super::Attend::keys`].
     pub keys: RawTensor,
-    /// `[B, kv_heads, capacity, D]`.
+    /// As `keys`.
     pub values: RawTensor,
+    /// [`super::Attend::first_keys`]; null: `start` is 0.
+    pub first_keys: RawTensor,
+    /// As `first_keys`.
+    pub first_values: RawTensor,
+    /// [`super::Attend::start`].
+    pub start: i32,
 }
 
 /// What is constant over the life of a row.

@@ -3,7 +3,7 @@
 use crate::abi::DType;
 use crate::checkpoint::Weights;
 use crate::error::Result;
-use crate::layers::{KvCache, Linear, Project, RmsNorm, Rope, Step};
+use crate::layers::{KvCache, Linear, Project, QuantizedKv, RmsNorm, Rope, Step};
 use crate::tensor::Tensor;
 
 /// The shape and the options of an attention layer.
@@ -103,18 +103,20 @@ impl Attention {
             .collect()
     }
 
-    /// An empty cache of the kind that it needs.
-    pub fn new_cache(&self) -> KvCache {
-        KvCache::new(self.config.window)
+    /// An empty cache of the kind that it needs, with keys and values stored as `kv` says; none: as they are.
+    pub fn new_cache(&self, kv: Option<QuantizedKv>) -> KvCache {
+        KvCache::stored(self.config.window, kv)
     }
 
     /// Bytes of a row's cache after so many tokens.
-    pub fn cache_bytes(&self, tokens: usize, dtype: DType) -> u64 {
-        let AttentionConfig {
-            kv_heads, head_dim, ..
-        } = self.config;
-        let per_token = 2 * kv_heads as u64 * head_dim as u64 * dtype.size().unwrap_or(4) as u64;
-        self.new_cache().columns(tokens) as u64 * per_token
+    pub fn cache_bytes(&self, tokens: usize, dtype: DType, kv: Option<QuantizedKv>) -> u64 {
+        let (heads, dim) = (self.config.kv_heads, self.config.head_dim);
+        self.new_cache(kv).bytes(tokens, heads, dim, dtype)
+    }
+
+    /// Dimensions of a head.
+    pub fn head_dim(&self) -> i32 {
+        self.config.head_dim
     }
 
     /// The projection of what [`Attention::mixed`] gives back to the residual stream.

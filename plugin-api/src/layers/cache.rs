@@ -2,11 +2,13 @@
 
 use std::ops::Range;
 
-use crate::abi::{Attend, DType, RawTensor};
+use crate::abi::{self, Attend, DType, RawTensor};
+use crate::drafter::Donor;
 use crate::error::{Error, Result};
 use crate::host::{api, op_error};
 use crate::layers::delta::DeltaPass;
-use crate::layers::{AttentionConfig, RmsNorm, Step};
+use crate::layers::kv::row_bytes;
+use crate::layers::{AttentionConfig, QuantizedKv, RmsNorm, Step};
 use crate::rows::copied_row;
 use crate::state::RowState;
 use crate::tensor::Tensor;
@@ -23,42 +25,88 @@ const WIDEST: i32 = 256;
 /// therefore free: the next pass writes over what was rejected, and nobody looks there until then.
 /// With a window the buffers stop growing at the window and a pass: what a pass writes over is never
 /// to be seen again, however much of it is rejected.
+///
+/// Quantized, the buffers are u32 `[B, heads, capacity, words]`, see [`Attend::keys`], and hold what lies
+/// from position `start` on; what lies before is in two more buffers, as it is.
 #[derive(Default)]
 pub struct KvCache {
     buffers: Option<(Tensor, Tensor)>,
+    /// With a quantized cache whose `start` is not 0: positions before it, `[B, heads, columns, D]`;
+    /// `p` lies in column `p % columns`.
+    first: Option<(Tensor, Tensor)>,
     window: i32,
+    quantized: Option<QuantizedKv>,
+    /// The first position of `buffers`.
+    start: i32,
 }
 
 impl KvCache {
     /// An empty cache. `window`: keys that a query sees, its own included; 0: all.
     pub fn new(window: i32) -> Self {
+        Self::stored(window, None)
+    }
+
+    /// An empty cache that stores keys and values as `kv` says; none: as they are.
+    pub fn stored(window: i32, kv: Option<QuantizedKv>) -> Self {
         Self {
             buffers: None,
+            first: None,
             window,
+            quantized: kv,
+            start: kv.map_or(0, |kv| kv.start.max(0)),
         }
     }
 
-    /// Keys and values of another model, `[B, heads, capacity, D]`, for layers that have none of their own
+    /// Keys and values of another model, for layers that have none of their own
     /// ([`crate::layers::KvSource::Shared`]): they see as much of them as `window` says; 0: all.
-    pub fn lent(keys: Tensor, values: Tensor, window: i32) -> Self {
+    pub fn lent(donor: &Donor, window: i32) -> Self {
         Self {
-            buffers: Some((keys, values)),
+            buffers: Some((donor.keys.clone(), donor.values.clone())),
+            first: donor.first.clone(),
             window,
+            quantized: None,
+            start: donor.start,
         }
     }
 
-    /// Columns that it has after so many tokens, in passes of usual width.
-    pub fn columns(&self, tokens: usize) -> usize {
+    /// Bytes of a row after so many tokens, in passes of usual width, with `heads` heads of `dim` elements.
+    pub fn bytes(&self, tokens: usize, heads: i32, dim: i32, dtype: DType) -> u64 {
         let tokens = i32::try_from(tokens).unwrap_or(i32::MAX - GROWTH);
-        match self.window {
-            0 => capacity(tokens) as usize,
-            window => capacity(tokens).min(capacity(window + WIDEST)) as usize,
-        }
+        let (columns, first) = self.room(tokens, WIDEST);
+        let (row, exact) = row_bytes(self.quantized, dim, dtype);
+        2 * heads as u64 * (columns as u64 * row + first as u64 * exact)
     }
 
-    /// Its keys and values, `[B, heads, capacity, D]`, once there are any.
-    pub fn buffers(&self) -> Option<(&Tensor, &Tensor)> {
-        self.buffers.as_ref().map(|(keys, values)| (keys, values))
+    /// What it lends, borrowed, once there is anything.
+    pub fn donor(&self) -> Option<abi::Donor> {
+        let (keys, values) = self.buffers.as_ref()?;
+        let (first_keys, first_values) = self.raw_first();
+        Some(abi::Donor {
+            keys: keys.raw(),
+            values: values.raw(),
+            first_keys,
+            first_values,
+            start: self.start,
+        })
+    }
+
+    fn raw_first(&self) -> (RawTensor, RawTensor) {
+        let first = self.first.as_ref();
+        first.map_or((RawTensor::NULL, RawTensor::NULL), |(keys, values)| {
+            (keys.raw(), values.raw())
+        })
+    }
+
+    /// The columns of the buffers, and of those for first positions, that the positions before `end` need.
+    /// `width`: columns of the pass that ends there.
+    fn room(&self, end: i32, width: i32) -> (i32, i32) {
+        let most = match self.window {
+            0 => i32::MAX,
+            window => capacity(window.saturating_add(width.max(WIDEST))),
+        };
+        // Never none: an empty buffer has no columns to tell positions apart.
+        let columns = capacity((end - self.start).max(1)).min(most);
+        (columns, capacity(end).min(self.start).min(most))
     }
 
     /// Attention of a pass's queries over what is cached and the pass's own keys, which go into
@@ -101,6 +149,7 @@ impl KvCache {
             (None, []) => return Err(Error::failed("the cache to look at is empty")),
             (buffers, [k, ..]) => self.with_room(buffers, step, config, k.dtype())?,
         };
+        let (first_keys, first_values) = self.raw_first();
         let (rope_dims, rope_base, rope_freqs, rope_scale) = config.rope.raw();
         let weight = |norm: Option<&RmsNorm>| norm.map_or(RawTensor::NULL, |n| n.parts().0.raw());
         let ends = match config.block && q.is_some() {
@@ -114,6 +163,9 @@ impl KvCache {
             v: part(1),
             keys: keys.raw(),
             values: values.raw(),
+            first_keys,
+            first_values,
+            start: self.start,
             q_norm: weight(q_norm),
             k_norm: weight(k_norm),
             v_norm: config.v_norm.is_some(),
@@ -142,12 +194,15 @@ impl KvCache {
             _ if kv.is_empty() => Some((keys, values)),
             _ => return Err(op_error("attend")),
         };
+        if let (Some(keys), Some(values)) = (out.next(), out.next()) {
+            self.first = Some((keys, values));
+        }
         Ok(mixed)
     }
 
-    /// The buffers, with room for a pass.
+    /// The buffers, with room for a pass; so have those for first positions.
     fn with_room(
-        &self,
+        &mut self,
         buffers: Option<(Tensor, Tensor)>,
         step: &Step,
         config: &AttentionConfig,
@@ -155,88 +210,119 @@ impl KvCache {
     ) -> Result<(Tensor, Tensor)> {
         let furthest = step.offsets().iter().max().copied().unwrap_or(0);
         let span = furthest + step.width();
-        let most = match self.window {
-            0 => i32::MAX,
-            window => capacity(window + step.width().max(WIDEST)),
-        };
-        let wanted = capacity(span).min(most);
-        let Some((keys, values)) = buffers else {
-            let shape = [step.rows(), config.kv_heads, wanted, config.head_dim];
-            let empty = Tensor::full(&shape, 0.0, dtype)?;
-            return Ok((empty.clone(), empty));
-        };
-        let columns = keys.dim(2);
-        if columns < wanted && furthest > columns {
-            // It went on at its beginning, where a longer one would not look.
-            let room = columns - self.window;
-            let width = step.width();
-            return Err(Error::failed(format!(
-                "a pass of {width} columns over a sliding window with room for {room}"
-            )));
+        let (wanted, wanted_first) = self.room(span, step.width());
+        let (rows, heads, dim) = (step.rows(), config.kv_heads, config.head_dim);
+        if self.start > 0 {
+            self.first = Some(match self.first.take() {
+                Some((keys, values)) => {
+                    let furthest = furthest.min(self.start);
+                    self.check_turn(keys.dim(2), wanted_first, furthest, step.width())?;
+                    (grow(keys, wanted_first)?, grow(values, wanted_first)?)
+                }
+                None => empty(&[rows, heads, wanted_first, dim], dtype)?,
+            });
         }
+        let Some((keys, values)) = buffers else {
+            return match self.quantized {
+                Some(kv) => empty(&[rows, heads, wanted, kv.words(dim)], DType::U32),
+                None => empty(&[rows, heads, wanted, dim], dtype),
+            };
+        };
+        self.check_turn(keys.dim(2), wanted, furthest - self.start, step.width())?;
         Ok((grow(keys, wanted)?, grow(values, wanted)?))
+    }
+
+    /// A buffer that went on at its beginning can't grow: a longer one would not look there.
+    fn check_turn(&self, columns: i32, wanted: i32, furthest: i32, width: i32) -> Result<()> {
+        if columns >= wanted || furthest <= columns {
+            return Ok(());
+        }
+        let room = columns - self.window;
+        Err(Error::failed(format!(
+            "a pass of {width} columns over a sliding window with room for {room}"
+        )))
     }
 
     /// The given rows alone; `self` does not change.
     pub fn filtered(&self, keep: &Tensor) -> Result<Self> {
-        let buffers = match &self.buffers {
-            Some((keys, values)) => Some((keys.take(keep, 0)?, values.take(keep, 0)?)),
-            None => None,
+        let picked = |buffers: &Option<(Tensor, Tensor)>| -> Result<_> {
+            Ok(match buffers {
+                Some((keys, values)) => Some((keys.take(keep, 0)?, values.take(keep, 0)?)),
+                None => None,
+            })
         };
         Ok(Self {
-            buffers,
-            window: self.window,
+            buffers: picked(&self.buffers)?,
+            first: picked(&self.first)?,
+            ..*self
         })
     }
 
     /// The rows of `self`, then those of `other`; neither changes.
     pub fn joined(&self, other: &Self) -> Result<Self> {
-        let buffers = match (&self.buffers, &other.buffers) {
-            (Some((k0, v0)), Some((k1, v1))) => {
-                let span = k0.dim(2).max(k1.dim(2));
-                let join = |a: &Tensor, b: &Tensor| -> Result<Tensor> {
-                    Tensor::concat(&[&grow(a.clone(), span)?, &grow(b.clone(), span)?], 0)
-                };
-                Some((join(k0, k1)?, join(v0, v1)?))
-            }
-            (None, None) => None,
-            _ => return Err(Error::failed("only prefilled rows can join prefilled rows")),
-        };
         Ok(Self {
-            buffers,
-            window: self.window,
+            buffers: joined(self.buffers.as_ref(), other.buffers.as_ref())?,
+            first: joined(self.first.as_ref(), other.first.as_ref())?,
+            ..*self
         })
     }
 
     /// Puts one row into a state: its keys and values in the order of their positions, as far as any
     /// later query sees them, `[1, heads, n, D]`.
     fn capture(&self, row: usize, name: &str, state: &mut RowState) -> Result<()> {
-        let (keys, values) = self.buffers.as_ref().ok_or_else(no_rows)?;
-        let seen = self.seen(state.processed())?;
-        for (part, buffer) in [("keys", keys), ("values", values)] {
-            let row = buffer.slice(0, row as i32, row as i32 + 1)?;
-            // Copied after it is cut.
-            let row = copied_row(&unrolled(&row, seen.clone())?, 0)?;
-            state.put(format!("{name}.{part}"), row);
+        let buffers = self.buffers.as_ref().ok_or_else(no_rows)?;
+        let (first, rest) = self.parts(state.processed())?;
+        let parts = [("first_", self.first.as_ref(), first), ("", Some(buffers), rest)];
+        for (part, buffers, positions) in parts {
+            let Some((keys, values)) = buffers else { continue };
+            for (kind, buffer) in [("keys", keys), ("values", values)] {
+                let row = buffer.slice(0, row as i32, row as i32 + 1)?;
+                // Copied after it is cut.
+                let row = copied_row(&unrolled(&row, positions.clone())?, 0)?;
+                state.put(format!("{name}.{part}{kind}"), row);
+            }
         }
         Ok(())
     }
 
     /// A cache with the one row of a state.
     fn restored(&self, name: &str, state: &RowState) -> Result<Self> {
-        let seen = self.seen(state.processed())?;
-        let columns = self.columns(state.processed() as usize) as i32;
-        let buffer = |part: &str| {
+        let (first, rest) = self.parts(state.processed())?;
+        let end = i32::try_from(state.processed()).unwrap_or(i32::MAX - GROWTH);
+        let (columns, first_columns) = self.room(end, WIDEST);
+        let buffer = |part: &str, positions: &Range<i32>, columns: i32| {
             let rows = state.get(&format!("{name}.{part}"))?;
             match rows.dims()? {
-                [1, _, n, _] if n == seen.len() as i32 => rolled(rows, seen.start, columns),
+                [1, _, n, _] if n == positions.len() as i32 => rolled(rows, positions.start, columns),
                 shape => Err(Error::invalid(format!("the state has {name} of {shape:?}"))),
             }
         };
+        let pair = |part: &str, positions: &Range<i32>, columns: i32| -> Result<(Tensor, Tensor)> {
+            let of = |kind: &str| buffer(&format!("{part}{kind}"), positions, columns);
+            Ok((of("keys")?, of("values")?))
+        };
         Ok(Self {
-            buffers: Some((buffer("keys")?, buffer("values")?)),
+            buffers: Some(pair("", &rest, columns)?),
+            first: match first_columns {
+                0 => None,
+                columns => Some(pair("first_", &first, columns)?),
+            },
             window: self.window,
+            quantized: self.quantized,
+            start: self.start,
         })
+    }
+
+    /// What of the buffers for first positions and of the others a state has. Never nothing, so that it tells
+    /// what they are like: a column that was not written to is not looked at either.
+    fn parts(&self, processed: u32) -> Result<(Range<i32>, Range<i32>)> {
+        let seen = self.seen(processed)?;
+        let first = seen.start.min(self.start - 1).max(0);
+        let rest = (seen.start - self.start).max(0);
+        Ok((
+            first..seen.end.min(self.start).max(first + 1),
+            rest..(seen.end - self.start).max(rest + 1),
+        ))
     }
 
     /// The positions before `processed` that a later query can see, and the one that falls out of the window
@@ -251,7 +337,8 @@ impl KvCache {
 
     /// What must be computed for the cache to be up to date.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        self.buffers.iter().flat_map(|(k, v)| [k, v])
+        let all = self.buffers.iter().chain(&self.first);
+        all.flat_map(|(k, v)| [k, v])
     }
 }
 
@@ -288,6 +375,30 @@ fn rolled(rows: &Tensor, start: i32, columns: i32) -> Result<Tensor> {
 
 fn no_rows() -> Error {
     Error::failed("there is nothing to capture before the prompt")
+}
+
+/// Buffers with the rows of both, as long as the longer ones.
+fn joined(
+    a: Option<&(Tensor, Tensor)>,
+    b: Option<&(Tensor, Tensor)>,
+) -> Result<Option<(Tensor, Tensor)>> {
+    match (a, b) {
+        (Some((k0, v0)), Some((k1, v1))) => {
+            let span = k0.dim(2).max(k1.dim(2));
+            let join = |a: &Tensor, b: &Tensor| -> Result<Tensor> {
+                Tensor::concat(&[&grow(a.clone(), span)?, &grow(b.clone(), span)?], 0)
+            };
+            Ok(Some((join(k0, k1)?, join(v0, v1)?)))
+        }
+        (None, None) => Ok(None),
+        _ => Err(Error::failed("only prefilled rows can join prefilled rows")),
+    }
+}
+
+/// Two buffers of zeros, which share memory until one is written to.
+fn empty(shape: &[i32], dtype: DType) -> Result<(Tensor, Tensor)> {
+    let empty = Tensor::full(shape, 0.0, dtype)?;
+    Ok((empty.clone(), empty))
 }
 
 /// Columns of a buffer that must hold `span`.

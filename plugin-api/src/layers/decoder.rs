@@ -5,7 +5,7 @@ use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::layers::{
     Attention, AttentionConfig, DeltaCache, FeedForward, FeedForwardConfig, GatedDeltaConfig,
-    GatedDeltaNet, LayerCache, RmsNorm, Step,
+    GatedDeltaNet, LayerCache, QuantizedKv, RmsNorm, Step,
 };
 use crate::tensor::Tensor;
 
@@ -86,17 +86,31 @@ impl DecoderLayer {
 
     /// An empty cache for this layer.
     pub fn new_cache(&self) -> LayerCache {
+        self.cache_stored(None)
+    }
+
+    /// An empty cache for this layer, with keys and values, if it has any, stored as `kv` says; none: as they
+    /// are.
+    pub fn cache_stored(&self, kv: Option<QuantizedKv>) -> LayerCache {
         match &self.mixer {
-            Mixer::Attention(layer) => LayerCache::Kv(layer.new_cache()),
+            Mixer::Attention(layer) => LayerCache::Kv(layer.new_cache(kv)),
             Mixer::Delta(_) => LayerCache::Delta(DeltaCache::default()),
         }
     }
 
     /// Bytes of a row's cache after so many tokens.
-    pub fn cache_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+    pub fn cache_bytes(&self, tokens: usize, dtype: DType, kv: Option<QuantizedKv>) -> u64 {
         match &self.mixer {
-            Mixer::Attention(layer) => layer.cache_bytes(tokens, dtype),
+            Mixer::Attention(layer) => layer.cache_bytes(tokens, dtype, kv),
             Mixer::Delta(layer) => layer.cache_bytes(dtype),
+        }
+    }
+
+    /// Dimensions of a head of its keys; none: it has no keys.
+    pub fn head_dim(&self) -> Option<i32> {
+        match &self.mixer {
+            Mixer::Attention(layer) => Some(layer.head_dim()),
+            Mixer::Delta(_) => None,
         }
     }
 

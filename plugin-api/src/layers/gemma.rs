@@ -4,8 +4,8 @@ use crate::abi::{DType, UnaryOp};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::layers::{
-    Attention, AttentionConfig, Experts, ExpertsConfig, LayerCache, Linear, Project, RmsNorm,
-    Routes, Step,
+    Attention, AttentionConfig, Experts, ExpertsConfig, LayerCache, Linear, Project, QuantizedKv,
+    RmsNorm, Routes, Step,
 };
 use crate::tensor::Tensor;
 
@@ -163,12 +163,22 @@ impl GemmaLayer {
 
     /// An empty cache of the kind that this layer looks at.
     pub fn new_cache(&self) -> LayerCache {
-        LayerCache::Kv(self.attention.new_cache())
+        self.cache_stored(None)
+    }
+
+    /// As [`GemmaLayer::new_cache`], with keys and values stored as `kv` says; none: as they are.
+    pub fn cache_stored(&self, kv: Option<QuantizedKv>) -> LayerCache {
+        LayerCache::Kv(self.attention.new_cache(kv))
     }
 
     /// Bytes of a row's cache after so many tokens.
-    pub fn cache_bytes(&self, tokens: usize, dtype: DType) -> u64 {
-        self.attention.cache_bytes(tokens, dtype)
+    pub fn cache_bytes(&self, tokens: usize, dtype: DType, kv: Option<QuantizedKv>) -> u64 {
+        self.attention.cache_bytes(tokens, dtype, kv)
+    }
+
+    /// Dimensions of a head.
+    pub fn head_dim(&self) -> i32 {
+        self.attention.head_dim()
     }
 
     /// The tensors it holds.

@@ -105,8 +105,7 @@ impl Assistant {
     pub fn keys(&self, donors: &[Donor], first_draft: bool) -> Result<Keys> {
         let find = |kind, window| {
             let at = self.donors.iter().position(|donor| *donor == kind)?;
-            let Donor { keys, values } = donors.get(at)?;
-            let cache = KvCache::lent(keys.clone(), values.clone(), window);
+            let cache = KvCache::lent(donors.get(at)?, window);
             Some(LayerCache::Kv(cache))
         };
         let window = self.positions.window(self.window, first_draft);

@@ -2,10 +2,11 @@
 
 use mlx_rs::{Array, Dtype};
 
-use super::{Output, by_kind, compute, divisors, enabled, kind, lengths};
+use super::{Buffers, Output, by_kind, compute, divisors, enabled, kind, lengths};
 use crate::backend::attend::SelfAttention;
 use crate::backend::handle::{Lent, OpResult};
-use crate::kernels::attend::{Attend, Caches};
+use crate::kernels::attend::Attend;
+use crate::kernels::caches::{Buffer, Caches, Places};
 use crate::kernels::rows::Rotation;
 
 /// Adds an argument that may be absent, and says which it is.
@@ -15,17 +16,45 @@ fn place<'a>(arrays: &mut Vec<&'a Array>, array: Option<&'a Lent>) -> Option<usi
     Some(arrays.len() - 1)
 }
 
+/// Caches of keys and values, two inputs or, if they are `written` to, outputs from `at` on.
+///
+/// # Safety
+/// They have elements of type `E`, `len` of them, and no other slice of an output is alive.
+unsafe fn pair<E>(buffers: &Buffers, at: usize, len: usize, written: bool) -> [Buffer<'_, E>; 2] {
+    [at, at + 1].map(|at| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if written {
+                buffers.output::<E>(at, len).into()
+            } else {
+                buffers.input::<E>(at, len).into()
+            }
+        }
+    })
+}
+
+/// Two buffers without elements.
+fn none<'a, E>(written: bool) -> [Buffer<'a, E>; 2] {
+    [(); 2].map(|()| match written {
+        true => <&mut [E]>::default().into(),
+        false => <&[E]>::default().into(),
+    })
+}
+
 pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Array>>> {
     let columns = args.columns()?;
     let dtype = columns.dtype();
-    let [batch, kv_heads, capacity, dim] = lengths::<4>(&args.keys)?;
+    let [batch, kv_heads, capacity, _] = lengths::<4>(&args.keys)?;
+    let dim = args.dim as usize;
     let [_, width, _] = lengths::<3>(columns)?;
     let given = |f: &Array| f.dtype() == Dtype::Float32 && f.shape() == [args.rope_dims / 2];
     let norm = |w: &Array| w.dtype() == dtype && w.shape() == [dim as i32];
     let same = |x: &Array| x.dtype() == dtype;
+    let stored = |x: &Array| args.packing.is_some() || same(x);
     let fits = enabled()
-        && same(&args.keys)
-        && same(&args.values)
+        && stored(&args.keys)
+        && stored(&args.values)
+        && args.first.iter().flatten().all(|x| same(x))
         && args.k.as_deref().is_none_or(same)
         && args.v.as_deref().is_none_or(same)
         && args.q_norm.as_deref().is_none_or(norm)
@@ -36,7 +65,10 @@ pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Ar
     }
     let kind = kind(columns)?;
     let (heads, rope_dims) = (args.heads as usize, args.rope_dims as usize);
+    // Caches come first, as inputs and as outputs.
     let mut arrays: Vec<&Array> = vec![&args.keys, &args.values];
+    arrays.extend(args.first.iter().flatten().map(|x| &**x));
+    let caches = arrays.len();
     let q = place(&mut arrays, args.q.as_ref());
     let k = place(&mut arrays, args.k.as_ref());
     let v = place(&mut arrays, args.v.as_ref());
@@ -44,14 +76,18 @@ pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Ar
     let k_norm = place(&mut arrays, args.k_norm.as_ref());
     let freqs = place(&mut arrays, args.rope_freqs.as_ref());
     let mixed = [batch, width, heads * dim].map(|n| n as i32);
-    let kept = |index: usize, array| Output {
-        shape: Array::shape(array),
-        dtype,
-        from: Some(index),
-    };
-    let mut outputs = Vec::with_capacity(3);
+    let mut outputs = Vec::with_capacity(5);
     if k.is_some() {
-        outputs.extend([kept(0, &args.keys), kept(1, &args.values)]);
+        outputs.extend(
+            arrays[..caches]
+                .iter()
+                .enumerate()
+                .map(|(index, array)| Output {
+                    shape: array.shape(),
+                    dtype: array.dtype(),
+                    from: Some(index),
+                }),
+        );
     }
     if q.is_some() {
         outputs.push(Output {
@@ -62,11 +98,16 @@ pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Ar
     }
     let columns = batch * width;
     let (own, shared) = (columns * heads * dim, columns * kv_heads * dim);
-    let cache = batch * kv_heads * capacity * dim;
+    let places = args.packing.map(|packing| Places {
+        packing,
+        start: args.start as usize,
+        first: args.first_columns().unwrap_or(0),
+    });
+    let rows = batch * kv_heads;
     let made = compute(&arrays, 0, &outputs, |buffers| {
         by_kind!(kind, T => {
             // SAFETY: dtypes and shapes were checked above and by the caller. The caches may be the
-            // first two outputs, and are only used as such then.
+            // first outputs, and are only used as such then.
             unsafe {
                 let weight = |at: Option<usize>| at.map(|at| buffers.input::<T>(at, dim));
                 let computed;
@@ -82,7 +123,6 @@ pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Ar
                     heads,
                     kv_heads,
                     dim,
-                    capacity,
                     q: q.map_or(&[], |q| buffers.input(q, if args.gated { 2 * own } else { own })),
                     gated: args.gated,
                     kv: k.map(|k| {
@@ -103,11 +143,29 @@ pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Ar
                     window: args.window as usize,
                     scale: args.scale,
                 };
-                let (caches, next) = if k.is_some() {
-                    (Caches::Write(buffers.output(0, cache), buffers.output(1, cache)), 2)
-                } else {
-                    (Caches::Read(buffers.input(0, cache), buffers.input(1, cache)), 0)
+                let written = k.is_some();
+                let caches = match places {
+                    None => Caches {
+                        capacity,
+                        exact: pair(buffers, 0, rows * capacity * dim, written),
+                        quantized: None,
+                    },
+                    Some(places) => {
+                        let words = places.packing.words(dim).unwrap_or(0);
+                        Caches {
+                            capacity,
+                            exact: match places.first {
+                                0 => none(written),
+                                first => pair(buffers, 2, rows * first * dim, written),
+                            },
+                            quantized: Some((
+                                places,
+                                pair(buffers, 0, rows * capacity * words, written),
+                            )),
+                        }
+                    }
                 };
+                let next = if written { outputs.len() - 1 } else { 0 };
                 let mixed = match q {
                     Some(_) => buffers.output(next, own),
                     None => &mut [],
