@@ -149,6 +149,12 @@ impl Tensor {
         }
     }
 
+    /// Bytes of all elements.
+    pub fn bytes(&self) -> u64 {
+        let count: u64 = self.shape().iter().map(|&n| n as u64).product();
+        count * self.dtype().size().unwrap_or(0) as u64
+    }
+
     /// The shape as `N` numbers.
     ///
     /// # Errors
@@ -214,12 +220,9 @@ impl Tensor {
 
     /// Computes the tensor and copies it out, row-major, as its elements are.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
-        let dtype = self.dtype();
-        let count: usize = self.shape().iter().map(|&n| n as usize).product();
-        let size = dtype.size().ok_or_else(|| op_error("read"))?;
-        let mut out = vec![0; count * size];
+        let mut out = vec![0; self.bytes() as usize];
         let bytes = RSliceMut::from_mut_slice(&mut out);
-        check("read", api().read()(self.0, dtype, bytes))?;
+        check("read", api().read()(self.0, self.dtype(), bytes))?;
         Ok(out)
     }
 

@@ -26,6 +26,7 @@ use plugin_api::abi::{HostApi, HostApiRef, LogLevel};
 pub(crate) use handle::fail_with;
 pub use native::with_mlx_kernels;
 pub use quantize::{Affine, bytes_of};
+pub(crate) use weights::tensor;
 pub use weights::{on_weights_read, share_checkpoint};
 
 /// The table and its owner.

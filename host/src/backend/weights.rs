@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use abi_stable::std_types::{ROption, RStr, RString, RVec};
 use plugin_api::abi::{DType, Fault, FaultCode, RawCheckpoint, RawTensor, Reply};
-use plugin_api::guard;
+use plugin_api::{Tensor, guard};
 
 use crate::checkpoint::{self, Checkpoint, TensorData};
 use crate::error::LoadError;
 use crate::text::Tokenizer;
 
-use super::handle::{OpResult, op};
+use super::handle::{OpResult, op, take_error};
 use super::native;
 
 /// Hears the size of every piece of weights.
@@ -111,6 +111,13 @@ pub(super) extern "C" fn checkpoint_bytes(raw: RawCheckpoint, prefix: RStr<'_>) 
         .names()
         .filter(|n| n.starts_with(prefix.as_str()));
     names.filter_map(|name| checkpoint.bytes_of(name)).sum()
+}
+
+/// A tensor of a file, in memory.
+pub(crate) fn tensor(data: &TensorData) -> plugin_api::Result<Tensor> {
+    // SAFETY: a handle of its own, which nobody else has.
+    let tensor = unsafe { Tensor::from_raw(op(|| array(data))) };
+    tensor.ok_or_else(|| plugin_api::Error::invalid(String::from(take_error())))
 }
 
 fn array(tensor: &TensorData) -> OpResult<mlx_rs::Array> {

@@ -35,11 +35,11 @@ pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
     };
     let loaded = load::load(&args.models, needs)?;
     let interrupt = Interrupt::install()?;
-    let needs = || CliError::input("the model has no tokenizer; give --prompt-tokens");
+    let no_tokenizer = || CliError::input("the model has no tokenizer; give --prompt-tokens");
     let tokens = match prompt {
         Prompt::Tokens(tokens) => tokens,
         Prompt::Text(text) => {
-            let tokenizer = loaded.tokenizer.as_deref().ok_or_else(needs)?;
+            let tokenizer = loaded.tokenizer.as_deref().ok_or_else(no_tokenizer)?;
             prompt::encode(tokenizer, &text, &args.answer)?
         }
         Prompt::Chat => return chat::run(args, &loaded, &interrupt),

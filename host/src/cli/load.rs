@@ -12,8 +12,8 @@ use mlxhost::kernels::{self, pool};
 use mlxhost::model::KvConfig;
 use mlxhost::paths;
 use mlxhost::plugin::{Choice, DrafterSource, Library, Registry};
-use mlxhost::prefix::{PrefixConfig, identity};
-use mlxhost::text::{GenerationDefaults, GgufVocab, Tokenizer};
+use mlxhost::prefix::PrefixConfig;
+use mlxhost::text::{GenerationDefaults, GgufVocab, Tokenizer, hex};
 use sha2::{Digest, Sha256};
 
 use super::args::{ModelArgs, PluginPaths};
@@ -107,7 +107,7 @@ fn costs(model: &Path, drafter: &DrafterSource, kv: &KvConfig) -> Option<PathBuf
     add(&(drafter.library.digest(), &drafter.options));
     add(kv);
     add(&(pool::threads(), kernels::exact(), env!("CARGO_PKG_VERSION")));
-    let name = identity::hex(&digest.finalize()[..16]);
+    let name = hex(&digest.finalize()[..16]);
     Some(
         paths::cache_dir()?
             .join("costs")

@@ -115,17 +115,11 @@ pub fn to_json(tokens: &[i32], text: &str, answer: &Answer) -> Value {
         .iter()
         .map(|round| json!({"drafted": round.drafted, "accepted": round.accepted}))
         .collect();
-    let positions: Vec<_> = stats
-        .by_position()
-        .iter()
-        .map(|(drafted, accepted)| json!({"drafted": drafted, "accepted": accepted}))
-        .collect();
     json!({
         "tokens": tokens,
         "text": text,
         "finish_reason": answer.finish.name(),
         "rounds": rounds,
-        "by_position": positions,
         "drafter": stats.drafter,
         "timings": {
             "prompt_tokens": stats.prompt_tokens,

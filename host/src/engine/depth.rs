@@ -12,6 +12,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::paths;
+
 /// The deepest draft that is chosen without being asked for.
 pub(super) const DEEPEST: u32 = 12;
 
@@ -134,7 +136,10 @@ impl Costs {
             .iter()
             .map(|(&(rows, depth), &time)| Saved { rows, depth, time })
             .collect();
-        if let Err(error) = write(file, &saved) {
+        let written = serde_json::to_vec(&saved)
+            .map_err(std::io::Error::from)
+            .and_then(|text| paths::write_whole(file, &text));
+        if let Err(error) = written {
             tracing::debug!("{}: can't write: {error}", file.display());
         }
     }
@@ -240,15 +245,6 @@ fn read(file: &Path) -> Option<Vec<Saved>> {
         .ok()
         .filter(|text| text.len() < 1 << 20)?;
     serde_json::from_slice(&text).ok()
-}
-
-fn write(file: &Path, saved: &[Saved]) -> std::io::Result<()> {
-    let dir = file.parent().unwrap_or(Path::new("."));
-    std::fs::create_dir_all(dir)?;
-    let temporary = tempfile::NamedTempFile::new_in(dir)?;
-    serde_json::to_writer(&temporary, saved)?;
-    temporary.persist(file).map_err(|e| e.error)?;
-    Ok(())
 }
 
 #[cfg(test)]

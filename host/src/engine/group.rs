@@ -52,12 +52,10 @@ impl Group {
         rows.iter_mut().for_each(Row::begin);
         Self {
             caches: target.model().new_caches(),
-            drafting: method
-                .drafter
-                .as_ref()
-                .map_or_else(Drafting::none, |drafter| {
-                    Drafting::open(drafter, &target, &specs)
-                }),
+            drafting: match &method.drafter {
+                Some(drafter) => Drafting::open(drafter, &target, &specs),
+                None => Drafting::none(),
+            },
             rows,
             firsts: vec![None; specs.len()],
             method,

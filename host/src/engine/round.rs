@@ -32,7 +32,7 @@ impl Group {
         let rows = self.rows.len();
         let begun = Instant::now();
         let depths = self.depths();
-        let pending: Vec<i32> = self.rows.iter().map(|row| row.pending).collect();
+        let pending: Vec<i32> = self.rows.iter().map(Row::pending).collect();
         let positions: Vec<u32> = self
             .rows
             .iter()

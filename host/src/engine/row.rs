@@ -19,10 +19,8 @@ pub(super) struct Row {
     pub stats: Stats,
     /// Tokens that the target's caches hold.
     pub processed: usize,
-    /// The delivered tokens.
+    /// The delivered tokens; the target has not processed the last one yet.
     pub answer: Vec<i32>,
-    /// The last of them, which the target has not processed yet.
-    pub pending: i32,
     pub acceptance: Acceptance,
     stream: Option<TextStream>,
     events: Sender<Event>,
@@ -59,7 +57,6 @@ impl Row {
             stats,
             processed: 0,
             answer: Vec::new(),
-            pending: 0,
             acceptance: Acceptance::default(),
             events,
             cancel,
@@ -67,6 +64,11 @@ impl Row {
             began: None,
             first_token: None,
         }
+    }
+
+    /// The last delivered token, which the target has not processed yet.
+    pub fn pending(&self) -> i32 {
+        self.answer.last().copied().unwrap_or(0)
     }
 
     /// Tokens that may still be generated.
@@ -127,7 +129,6 @@ impl Row {
             }
             count += 1;
             self.stats.tokens += 1;
-            self.pending = id;
             self.answer.push(id);
             // A receiver that is gone cancels the request at the next round.
             let token = Token {

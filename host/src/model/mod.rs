@@ -107,7 +107,7 @@ impl Model {
         let tensors = decoder.tensors();
         Tensor::eval_all(&tensors)?;
         backend::settle(&tensors)?;
-        let weight_bytes = tensors.iter().map(|t| bytes(t)).sum();
+        let weight_bytes = tensors.iter().map(|t| t.bytes()).sum();
         let facts = TargetFacts {
             name,
             model_type: family.to_owned(),
@@ -201,12 +201,6 @@ impl Model {
     pub fn has_tap(&self, tap: Tap) -> bool {
         (Tap::FINAL.point..=self.facts.layers).contains(&tap.point)
     }
-}
-
-/// Bytes of a tensor's elements.
-fn bytes(tensor: &Tensor) -> u64 {
-    let count: u64 = tensor.shape().iter().map(|&n| n as u64).product();
-    count * tensor.dtype().size().unwrap_or(0) as u64
 }
 
 /// An error of the layers, which names the path already, as the library's own.

@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use super::gate;
 use super::manifest::{Manifest, PluginFile};
 use crate::error::LoadError;
-use crate::text::one_line;
+use crate::text::{hex, one_line};
 
 /// A loaded plugin. It stays mapped until the process ends: Rust libraries can't be unloaded
 /// soundly (thread-locals, statics, abi_stable's layout cache).
@@ -116,8 +116,7 @@ fn write_verified(copy: &Path, file: &PluginFile) -> std::io::Result<()> {
     out.write_all(file.bytes())?;
     drop(out);
     let digest = Sha256::digest(std::fs::read(copy)?);
-    let digest: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-    if digest == file.digest() {
+    if hex(&digest) == file.digest() {
         Ok(())
     } else {
         Err(std::io::Error::other("the copy differs from what was read"))

@@ -66,7 +66,7 @@ impl PluginFile {
         let manifest = parse(&path, &section(&path, &bytes)?)?;
         let digest = Sha256::digest(&bytes);
         Ok(Self {
-            digest: digest.iter().map(|byte| format!("{byte:02x}")).collect(),
+            digest: crate::text::hex(&digest),
             path,
             bytes,
             manifest,

@@ -147,12 +147,19 @@ impl Directory {
         }
     }
 
-    /// Has an entry written, unless too many wait already.
+    /// Whether there is a file of that name, and nothing is known against it.
+    pub fn contains(&self, namespace: &str, length: usize, key: Key) -> bool {
+        let path = self.file(namespace, length, key);
+        path.exists() && !self.distrusted.contains(&path)
+    }
+
+    /// Has an entry written, unless it is there or too many wait already.
     pub fn write(&mut self, namespace: &str, key: Key, entry: &Entry) {
-        let path = self.file(namespace, entry.tokens.len(), key);
-        if entry.bytes() > self.limit || (path.exists() && !self.distrusted.contains(&path)) {
+        let length = entry.tokens.len();
+        if entry.bytes() > self.limit || self.contains(namespace, length, key) {
             return;
         }
+        let path = self.file(namespace, length, key);
         let Some(jobs) = &self.jobs else { return };
         let written = Written::new(namespace, entry);
         match written.map(|written| jobs.try_send((path.clone(), written))) {

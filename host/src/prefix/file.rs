@@ -1,6 +1,7 @@
 //! An entry as a safetensors file: `tokens`, `target.*` and `draft.*`, and in the header what they belong
 //! to and a digest of everything.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -9,9 +10,11 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use sha2::{Digest, Sha256};
 
-use super::{Entry, identity};
-use crate::checkpoint::{Notes, Stored, TensorData, parse};
+use super::Entry;
+use crate::backend;
+use crate::checkpoint::{Notes, Stored, parse};
 use crate::error::LoadError;
+use crate::text::hex;
 
 /// The version of this format.
 const FORMAT: &str = "mlxhost.prefix/1";
@@ -52,7 +55,7 @@ impl Written {
                 name.as_str(),
                 dtype.to_string(),
                 shape.as_slice(),
-                bytes.as_slice(),
+                Cow::from(bytes),
             )
         });
         self.notes
@@ -87,7 +90,7 @@ fn copied(name: &str, tensor: &Tensor) -> Result<(String, Dtype, Vec<usize>, Vec
 /// Of everything that a file says: notes and tensors by name.
 fn digest<'a>(
     notes: &Notes,
-    tensors: impl Iterator<Item = (&'a str, String, &'a [usize], &'a [u8])>,
+    tensors: impl Iterator<Item = (&'a str, String, &'a [usize], Cow<'a, [u8]>)>,
 ) -> String {
     let mut digest = Sha256::new();
     let mut add = |bytes: &[u8]| {
@@ -104,9 +107,9 @@ fn digest<'a>(
         add(name.as_bytes());
         add(dtype.as_bytes());
         add(format!("{shape:?}").as_bytes());
-        add(bytes);
+        add(&bytes);
     }
-    identity::hex(&digest.finalize())
+    hex(&digest.finalize())
 }
 
 /// The entry of these tokens in the bytes of a file.
@@ -125,18 +128,10 @@ pub(super) fn read(
     if note("format") != Some(FORMAT) {
         return Err(foreign("it is not a state in this version's format"));
     }
-    let raw: Vec<(String, Vec<u8>)> = tensors
-        .iter()
-        .map(|(name, tensor)| (name.clone(), tensor.to_vec()))
-        .collect();
-    let parts = tensors.values().zip(&raw).map(|(tensor, (name, bytes))| {
+    let parts = tensors.iter().map(|(name, tensor)| {
         let dtype = format!("{:?}", tensor.dtype).to_uppercase();
-        (
-            name.as_str(),
-            dtype,
-            tensor.shape.as_slice(),
-            bytes.as_slice(),
-        )
+        let bytes = Cow::Owned(tensor.to_vec());
+        (name.as_str(), dtype, tensor.shape.as_slice(), bytes)
     });
     if note("sha256") != Some(digest(&notes, parts).as_str()) {
         return Err(LoadError::malformed(path, "it is damaged"));
@@ -144,25 +139,20 @@ pub(super) fn read(
     if note("namespace") != Some(namespace) {
         return Err(foreign("it is of another model or drafter"));
     }
-    let states = states(&tensors, &raw, &notes, tokens);
+    let states = states(&tensors, &notes, tokens);
     let states = states.map_err(|e| LoadError::malformed(path, e.message()))?;
     states.ok_or_else(|| foreign("it is of another text"))
 }
 
-fn states(
-    tensors: &Stored,
-    raw: &[(String, Vec<u8>)],
-    notes: &Notes,
-    tokens: &[i32],
-) -> Result<Option<Entry>> {
+fn states(tensors: &Stored, notes: &Notes, tokens: &[i32]) -> Result<Option<Entry>> {
     let processed = tokens.len() as u32 - 1;
     let state = |part: &str| {
         let schema = notes.get(&format!("{part}.schema"));
         schema.map(|schema| RowState::new(schema, processed))
     };
     let (mut target, mut draft) = (state("target"), state("draft"));
-    for (description, (name, bytes)) in tensors.values().zip(raw) {
-        let tensor = to_tensor(description, bytes)?;
+    for (name, stored) in tensors {
+        let tensor = backend::tensor(stored)?;
         match name.split_once('.') {
             None if name == "tokens" && tensor.to_vec::<i32>()? != tokens => return Ok(None),
             Some(("target", name)) => target.iter_mut().for_each(|s| s.put(name, tensor.clone())),
@@ -173,26 +163,4 @@ fn states(
     let target = target.filter(|_| tensors.contains_key("tokens"));
     let target = target.ok_or_else(|| plugin_api::Error::invalid("it has no state"))?;
     Entry::new(tokens.to_vec(), target, draft).map(Some)
-}
-
-fn to_tensor(description: &TensorData, bytes: &[u8]) -> Result<Tensor> {
-    use crate::checkpoint::DType as Stored;
-    let dtype = match description.dtype {
-        Stored::F32 => DType::F32,
-        Stored::F16 => DType::F16,
-        Stored::BF16 => DType::BF16,
-        Stored::U8 => DType::U8,
-        Stored::U32 => DType::U32,
-        Stored::I32 => DType::I32,
-        Stored::Bool => DType::BOOL,
-        Stored::I64 => DType::I64,
-        other => {
-            let problem = format!("it has elements of type {other:?}");
-            return Err(plugin_api::Error::invalid(problem));
-        }
-    };
-    let shape = description.shape.iter().map(|&n| i32::try_from(n));
-    let shape = shape.collect::<std::result::Result<Vec<_>, _>>();
-    let shape = shape.map_err(|_| plugin_api::Error::invalid("a tensor is too large"))?;
-    Tensor::from_bytes(bytes, &shape, dtype)
 }

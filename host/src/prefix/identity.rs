@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 
 use crate::error::LoadError;
 use crate::paths;
+use crate::text::hex;
 
 /// Files of a checkpoint that change its numbers: what it is, and its weights.
 const EXTENSIONS: [&str; 2] = ["json", "safetensors"];
@@ -56,15 +57,6 @@ pub fn of_facts(facts: &[&str]) -> String {
         digest.update(fact);
     }
     hex(&digest.finalize())
-}
-
-/// Bytes as lower-case hex digits.
-pub fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write;
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
 }
 
 /// The files of a checkpoint, by name.
@@ -146,15 +138,7 @@ fn recall(memo: &Path) -> Option<[u8; 32]> {
 
 /// Losing it does no harm.
 fn remember(memo: &Path, digest: &[u8]) {
-    let write = || -> io::Result<()> {
-        let dir = memo.parent().unwrap_or(Path::new("."));
-        std::fs::create_dir_all(dir)?;
-        let temporary = tempfile::NamedTempFile::new_in(dir)?;
-        std::fs::write(temporary.path(), digest)?;
-        temporary.persist(memo).map_err(|e| e.error)?;
-        Ok(())
-    };
-    if let Err(error) = write() {
+    if let Err(error) = paths::write_whole(memo, digest) {
         tracing::debug!("{}: can't write: {error}", memo.display());
     }
 }

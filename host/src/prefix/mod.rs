@@ -21,6 +21,7 @@ use crate::error::LoadError;
 use crate::kernels;
 use crate::model::KvConfig;
 use crate::plugin::DrafterSource;
+use crate::text::hex;
 use dir::Directory;
 use identity::Depth;
 use memory::Memory;
@@ -149,10 +150,7 @@ impl Entry {
 
     fn bytes(&self) -> u64 {
         let of = |state: &RowState| -> u64 {
-            let sizes = state.tensors().map(|(_, tensor)| {
-                let count: u64 = tensor.shape().iter().map(|&n| n as u64).product();
-                count * tensor.dtype().size().unwrap_or(0) as u64
-            });
+            let sizes = state.tensors().map(|(_, tensor)| tensor.bytes());
             sizes.sum()
         };
         4 * self.tokens.len() as u64 + of(&self.target) + self.draft.as_ref().map_or(0, of)
@@ -165,7 +163,7 @@ struct Key([u8; 32]);
 
 impl Key {
     fn hex(&self) -> String {
-        identity::hex(&self.0)
+        hex(&self.0)
     }
 }
 
@@ -243,9 +241,14 @@ impl PrefixStore {
         None
     }
 
-    /// Whether there is an entry of exactly these tokens in memory, which counts as a use of it.
+    /// Whether there is an entry of exactly these tokens. In memory, that counts as a use of it.
     pub fn contains(&mut self, namespace: &str, tokens: &[i32]) -> bool {
-        key(namespace, tokens).is_some_and(|key| self.memory.get(key, tokens).is_some())
+        let Some(key) = key(namespace, tokens) else {
+            return false;
+        };
+        let dir = self.dir.as_ref();
+        self.memory.get(key, tokens).is_some()
+            || dir.is_some_and(|dir| dir.contains(namespace, tokens.len(), key))
     }
 
     /// Keeps an entry.

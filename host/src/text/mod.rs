@@ -41,6 +41,11 @@ pub enum TextError {
 /// The longest error text that is passed on, in characters: templates choose their own.
 const MAX_MESSAGE: usize = 300;
 
+/// Bytes as lower-case hex digits.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// `text` on one line, bounded, without control characters (it is shown on a terminal).
 pub fn one_line(text: &str) -> String {
     let mut words = text.split_whitespace();

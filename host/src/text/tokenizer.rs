@@ -276,8 +276,7 @@ fn digest<'a>(table: impl Iterator<Item = (u32, &'a str)>) -> String {
         hash.update((token.len() as u64).to_le_bytes());
         hash.update(token);
     }
-    let hex = |byte: &u8| format!("{byte:02x}");
-    hash.finalize().iter().map(hex).collect()
+    super::hex(&hash.finalize())
 }
 
 fn sorted(mut ids: Vec<i32>) -> Vec<i32> {
