@@ -50,6 +50,7 @@ impl Packing {
     ///
     /// # Panics
     /// `to` is not of [`Packing::words`].
+    #[allow(clippy::manual_clamp)] // of what is no number, these make one
     pub fn encode(self, x: &[f32], to: &mut [u32]) {
         assert_eq!(self.words(x.len()), Some(to.len()));
         let per_word = 32 / self.bits;
@@ -110,25 +111,34 @@ fn half(bits: u32) -> f32 {
     f32::from_bits(size.to_bits() | (bits & 0x8000) << 16)
 }
 
+/// Elements that are unpacked together: so many that vectors are full, and a part of every group.
+const UNIT: usize = 32;
+
 #[inline(always)]
 fn nibbles(codes: &[u32], to: &mut [f32], scale: f32, bias: f32) {
-    let (to, _) = to.as_chunks_mut::<8>();
-    for (to, &word) in to.iter_mut().zip(codes) {
-        for (place, x) in to.iter_mut().enumerate() {
-            let code = (word >> (4 * place)) & 0xf;
-            *x = code as i32 as f32 * scale + bias;
+    const PLACES: [u32; 8] = [0, 4, 8, 12, 16, 20, 24, 28];
+    let (to, _) = to.as_chunks_mut::<UNIT>();
+    let (codes, _) = codes.as_chunks::<{ UNIT / 8 }>();
+    for (to, words) in to.iter_mut().zip(codes) {
+        let (to, _) = to.as_chunks_mut::<8>();
+        for (to, word) in to.iter_mut().zip(words) {
+            // In two steps, of which compilers make vectors.
+            let shifted = PLACES.map(|place| word >> place);
+            *to = shifted.map(|code| (code & 0xf) as i32 as f32 * scale + bias);
         }
     }
 }
 
 #[inline(always)]
 fn bytes(codes: &[u32], to: &mut [f32], scale: f32, bias: f32) {
-    let (to, _) = to.as_chunks_mut::<8>();
-    let (pairs, _) = codes.as_chunks::<2>();
-    for (to, &[low, high]) in to.iter_mut().zip(pairs) {
-        let both = u64::from(low) | u64::from(high) << 32;
-        for (x, code) in to.iter_mut().zip(both.to_le_bytes()) {
-            *x = f32::from(code) * scale + bias;
+    // SAFETY: words are bytes, four times as many. The least byte comes first on every machine there is
+    // an MLX for.
+    let codes = unsafe { std::slice::from_raw_parts(codes.as_ptr().cast::<u8>(), 4 * codes.len()) };
+    let (to, _) = to.as_chunks_mut::<UNIT>();
+    let (codes, _) = codes.as_chunks::<UNIT>();
+    for (to, codes) in to.iter_mut().zip(codes) {
+        for (to, code) in to.iter_mut().zip(codes) {
+            *to = f32::from(*code) * scale + bias;
         }
     }
 }
