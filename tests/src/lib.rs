@@ -2,8 +2,10 @@
 
 pub mod decoding;
 pub mod derived;
+pub mod forced;
 pub mod gguf;
 pub mod tensors;
+pub mod together;
 
 pub mod cases;
 

@@ -5,56 +5,12 @@
 
 use std::path::Path;
 
-use mlxhost::engine::{Engine, Finish, Request};
-use mlxhost_tests::decoding::{
-    Random, Reply, Script, ask, engine, forced_rounds, request, sampled,
-};
+use mlxhost::engine::{Finish, Request};
+use mlxhost::model::KvConfig;
+use mlxhost_tests::decoding::{Reply, ask, engine, request};
+use mlxhost_tests::forced::{self, Scripted, TOKENS, prompt};
 use mlxhost_tests::gguf::{self, Kind};
-use plugin_api::sampling::Sampling;
-
-use mlxhost_tests::{checkpoint, engine_lock, fixture, ids, json};
-
-const TOKENS: usize = 16;
-
-/// Case A of every target's goldens.
-fn prompt() -> Vec<i32> {
-    let golden = fixture("oracle/goldens/target-llama-f32/golden.json");
-    ids(&json(&golden)["cases"]["A"]["prompt"])
-}
-
-/// Every accepted length of the depth, in both orders, at random, and always the whole draft.
-fn patterns(depth: usize) -> [Vec<usize>; 4] {
-    [
-        (0..=depth).collect(),
-        (0..=depth).rev().collect(),
-        Random(depth as u64).pattern(depth, 9),
-        vec![depth],
-    ]
-}
-
-/// An engine with the scripted drafter, and its script.
-struct Scripted {
-    script: Script,
-    engine: Engine,
-}
-
-impl Scripted {
-    fn new(model: &Path) -> Self {
-        let script = Script::default();
-        let engine = engine(model, Some(script.drafter()));
-        Self { script, engine }
-    }
-
-    /// The answer with these accepted lengths, `answer` being the plain one.
-    fn ask(&mut self, request: &Request, answer: &[i32], accept: &[usize]) -> Reply {
-        self.script.clear();
-        self.script.add(request, answer, accept);
-        let reply = ask(&self.engine, request);
-        // A drafter that was told something wrong would have been given up.
-        assert_eq!(reply.stats.drafter.as_deref(), Some("scripted"));
-        reply
-    }
-}
+use mlxhost_tests::{checkpoint, engine_lock};
 
 /// Greedy and sampled answers under every forced acceptance.
 fn drafts_change_nothing(model: &Path) {
@@ -62,42 +18,7 @@ fn drafts_change_nothing(model: &Path) {
 }
 
 fn drafts_change_nothing_after(model: &Path, prompt: &[i32], depths: &[usize]) {
-    let _lock = engine_lock();
-    // These models are sure of themselves: a high temperature makes them try other tokens.
-    let hot = Sampling {
-        temperature: 3.0,
-        ..sampled(2)
-    };
-    let samplings = [Sampling::default(), sampled(1), hot];
-    let requests = samplings.map(|sampling| Request {
-        sampling,
-        ..request(prompt, TOKENS)
-    });
-    let plain = engine(model, None);
-    let answers = requests.each_ref().map(|request| ask(&plain, request));
-    drop(plain);
-    assert!(answers.iter().all(|reply| reply.tokens.len() == TOKENS));
-    assert_ne!(answers[0].tokens, answers[2].tokens, "nothing was sampled");
-
-    let mut scripted = Scripted::new(model);
-    for (request, plain) in requests.iter().zip(&answers) {
-        for &depth in depths {
-            for accept in patterns(depth) {
-                let request = Request {
-                    depth: Some(depth as u32),
-                    ..request.clone()
-                };
-                let reply = scripted.ask(&request, &plain.tokens, &accept);
-                let case = format!("{:?}, depth {depth}, {accept:?}", request.sampling);
-                assert_eq!(reply, *plain, "{case}");
-                assert_eq!(
-                    reply.rounds(),
-                    forced_rounds(TOKENS, depth, &accept),
-                    "{case}"
-                );
-            }
-        }
-    }
+    forced::drafts_change_nothing(model, prompt, depths, &KvConfig::default());
 }
 
 #[test]
@@ -170,7 +91,7 @@ fn ends_are_the_same(model: &Path, ends: impl Fn(&Reply) -> Vec<Request>) {
     assert!(!requests.is_empty());
     let plain: Vec<_> = requests.iter().map(|r| ask(&plain_engine, r)).collect();
     drop(plain_engine);
-    let mut scripted = Scripted::new(model);
+    let mut scripted = Scripted::new(model, &KvConfig::default());
     for (request, plain) in requests.iter().zip(&plain) {
         // With all accepted, ends fall inside accepted drafts; with others on the token after them.
         for (depth, accept) in [(5, vec![5]), (3, vec![0, 3]), (2, vec![1, 2, 0])] {
@@ -232,7 +153,7 @@ fn a_stop_text_inside_a_draft_ends_the_answer_there() {
 #[test]
 fn a_drafter_that_finds_itself_misled_is_dropped_and_the_answer_goes_on() {
     let _lock = engine_lock();
-    let mut scripted = Scripted::new(&checkpoint("llama-f32"));
+    let mut scripted = Scripted::new(&checkpoint("llama-f32"), &KvConfig::default());
     let request = request(&prompt(), TOKENS);
     let plain = ask(&scripted.engine, &request);
     // The script believes in another token than what will be delivered: to it, the host lies.

@@ -9,6 +9,9 @@ use super::lanes::Float;
 use super::mix::{KeyHead, Lookup, widened};
 use super::pool::Shared;
 
+/// Rows that are widened together: what all queries pass over stays in the nearest cache.
+const TILE: usize = 16;
+
 /// Where positions of quantized caches lie.
 #[derive(Clone, Copy, Debug)]
 pub struct Places {
@@ -217,7 +220,7 @@ impl<T: Float> Lookup for QuantizedHead<'_, T> {
     #[inline(always)]
     fn run(&self, position: usize) -> usize {
         match position.checked_sub(self.places.start) {
-            Some(after) => self.columns - after % self.columns,
+            Some(after) => (self.columns - after % self.columns).min(TILE),
             None => {
                 let columns = self.places.first;
                 (columns - position % columns).min(self.places.start - position)
@@ -241,9 +244,7 @@ impl<T: Float> Lookup for QuantizedHead<'_, T> {
         let (first, count) = (after % self.columns, positions.len());
         let words = &self.packed[side][first * self.words..][..count * self.words];
         to.resize(count * dim, 0.0);
-        for (words, to) in words.chunks_exact(self.words).zip(to.chunks_exact_mut(dim)) {
-            self.places.packing.decode(words, to);
-        }
+        self.places.packing.decode(words, dim, to);
         (to, dim)
     }
 }

@@ -66,7 +66,7 @@ fn dequantized(x: &[f32], dim: usize, columns: usize, start: usize, packing: Pac
     for (at, row) in back.chunks_exact_mut(dim).enumerate() {
         if at % columns >= start && row[0].is_finite() {
             packing.encode(row, &mut words);
-            packing.decode(&words, row);
+            packing.decode(&words, dim, row);
         }
     }
     back
