@@ -24,13 +24,13 @@ fn kv(bits: KvBits, start: u32) -> KvConfig {
 }
 
 /// Both numbers of bits; everything quantized, a part of the prompt exact, and a part of the answer too.
-fn all() -> Vec<KvConfig> {
+fn all() -> [KvConfig; 3] {
     let later = prompt().len() as u32 + 6;
-    let starts = [0, 7, later];
-    [KvBits::Eight, KvBits::Four]
-        .into_iter()
-        .flat_map(|bits| starts.map(|start| kv(bits, start)))
-        .collect()
+    [
+        kv(KvBits::Four, 0),
+        kv(KvBits::Eight, 7),
+        kv(KvBits::Four, later),
+    ]
 }
 
 /// A Llama with heads of 32 dimensions: a Qwen3 without its norms.
@@ -91,7 +91,7 @@ fn drafts_change_nothing_where_layers_differ() {
 #[test]
 fn drafts_change_nothing_where_windows_turn_over() {
     let model = checkpoint("gemma4-4bit-g32-f32");
-    for (length, start) in [(505, 0), (605, 100), (505, 2000), (1005, 1015)] {
+    for (length, start) in [(505, 0), (605, 100), (1005, 1015)] {
         let prompt: Vec<i32> = prompt().into_iter().cycle().take(length).collect();
         drafts_change_nothing(&model, &prompt, &[4], &kv(KvBits::Eight, start));
     }

@@ -3,14 +3,15 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use mlxhost::engine::{DraftWith, Limits, Request};
+use mlxhost::engine::{DraftWith, EngineConfig, Limits, Request};
+use mlxhost::model::{KvBits, KvConfig};
 use mlxhost::plugin::DrafterSource;
 use mlxhost::prefix::PrefixConfig;
 use plugin_api::sampling::Sampling;
 
 use mlxhost_tests::cases::{assert_plain, stderr};
 use mlxhost_tests::decoding::{
-    PAIRS, Reply, ask, ask_together, drafter, engine, engine_with, request, sampled,
+    PAIRS, Reply, ask, ask_together, config, drafter, engine, engine_with, request, sampled, start,
 };
 use mlxhost_tests::{checkpoint, command, engine_lock, id_list, plugin, root, run_json, text};
 
@@ -53,10 +54,28 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
     files.map(|e| e.expect("an entry").path()).collect()
 }
 
+/// Keys and values as they are.
+fn exact() -> KvConfig {
+    KvConfig::default()
+}
+
 /// An answer in two parts, the second from what is kept of the first, against one that never stopped.
 /// The first part has `least` tokens or a few more.
-fn goes_on(model: &Path, source: Option<&DrafterSource>, request: &Request, least: usize) {
-    let whole = ask(&engine(model, source.cloned()), request);
+fn goes_on(
+    model: &Path,
+    source: Option<&DrafterSource>,
+    request: &Request,
+    least: usize,
+    kv: &KvConfig,
+) {
+    let engine = |prefix: PrefixConfig| {
+        start(EngineConfig {
+            prefix,
+            kv: kv.clone(),
+            ..config(model, source.cloned())
+        })
+    };
+    let whole = ask(&engine(PrefixConfig::default()), request);
     // The second part draws its first token without a draft: its rounds begin where a round of the whole did.
     let mut tokens = 0;
     let ends = whole.stats.rounds.iter().map(|round| {
@@ -68,23 +87,22 @@ fn goes_on(model: &Path, source: Option<&DrafterSource>, request: &Request, leas
         .find(|end| *end >= least)
         .expect("a long answer");
     let dir = tempfile::tempdir().expect("a temporary directory");
-    for config in [memory(1 << 30), files(dir.path())] {
-        let keeps_files = config.dir.is_some();
-        let start = || engine_with(model, source.cloned(), Limits::default(), config.clone());
-        let mut engine = start();
+    for prefix in [memory(1 << 30), files(dir.path())] {
+        let keeps_files = prefix.dir.is_some();
+        let mut running = engine(prefix.clone());
         let begin = Request {
             max_tokens: first,
             ..request.clone()
         };
-        let begun = ask(&engine, &begin);
+        let begun = ask(&running, &begin);
         assert_eq!(begun.tokens, whole.tokens[..first]);
         if keeps_files {
             // Another process, so to speak.
-            drop(engine);
-            engine = start();
+            drop(running);
+            running = engine(prefix);
         }
         let more = continued(request, &whole.tokens, first);
-        let rest = ask(&engine, &more);
+        let rest = ask(&running, &more);
         assert_eq!(
             rest.stats.cached_tokens,
             more.prompt.len() - 1,
@@ -115,7 +133,7 @@ fn an_answer_goes_on_from_what_is_kept_as_if_it_had_never_stopped() {
                 sampling,
                 ..request(&prompt(tokens), 30)
             };
-            goes_on(&model, Some(&source), &request, 11);
+            goes_on(&model, Some(&source), &request, 11, &exact());
         }
         for model in [
             "llama-f32",
@@ -127,7 +145,7 @@ fn an_answer_goes_on_from_what_is_kept_as_if_it_had_never_stopped() {
                 sampling,
                 ..request(&prompt(tokens), 20)
             };
-            goes_on(&checkpoint(model), None, &request, 9);
+            goes_on(&checkpoint(model), None, &request, 9, &exact());
         }
     }
 }
@@ -147,9 +165,67 @@ fn windows_that_have_turned_over_go_on_too() {
                 Some(&source),
                 &request(&prompt(tokens), first + 12),
                 first,
+                &exact(),
             );
         }
     }
+}
+
+#[test]
+fn an_answer_goes_on_where_keys_are_quantized() {
+    let _lock = engine_lock();
+    let kv = |bits, start| KvConfig {
+        bits: Some(bits),
+        start,
+        ..exact()
+    };
+    // Quantized from the first token, from within the prompt, from within the second part, and not yet.
+    for (pair, starts) in [
+        (1, &[0, 55][..]),
+        (3, &[0, 7, 55, 2000]),
+        (5, &[7]),
+        (6, &[0, 7, 55, 2000]),
+        (9, &[55]),
+    ] {
+        let case = &PAIRS[pair];
+        let (model, source) = case.open();
+        for kv in starts.iter().map(|start| kv(KvBits::Eight, *start)) {
+            println!("{case:?}, {kv:?}");
+            goes_on(&model, Some(&source), &request(&prompt(40), 24), 9, &kv);
+        }
+    }
+    // Sliding layers have room for 512 columns, and for as many of the exact ones.
+    let (model, source) = PAIRS[6].open();
+    for kv in [kv(KvBits::Four, 100), kv(KvBits::Eight, 1110)] {
+        let request = request(&prompt(1100), 20);
+        goes_on(&model, Some(&source), &request, 6, &kv);
+    }
+}
+
+#[test]
+fn what_was_stored_otherwise_is_not_gone_on_with() {
+    let _lock = engine_lock();
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let cached = |kv: &KvConfig| {
+        let engine = start(EngineConfig {
+            prefix: files(dir.path()),
+            kv: kv.clone(),
+            ..config(&checkpoint("qwen3_5-f32"), None)
+        });
+        let request = request(&prompt(600), 3);
+        ask(&engine, &request).stats.cached_tokens
+    };
+    let eight = KvConfig {
+        bits: Some(KvBits::Eight),
+        ..exact()
+    };
+    let later = KvConfig {
+        start: 9,
+        ..eight.clone()
+    };
+    let settings = [exact(), eight, later];
+    assert_eq!(settings.each_ref().map(&cached), [0, 0, 0]);
+    assert_eq!(settings.each_ref().map(&cached), [512, 512, 512]);
 }
 
 #[test]

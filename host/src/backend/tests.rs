@@ -214,7 +214,8 @@ proptest! {
                 matrices: matrices[..if gated { 2 } else { 1 }].into(),
                 gate: if gated { UnaryOp::SILU } else { UnaryOp::NONE },
                 post_norm: if finished { post_norm.raw() } else { null },
-                post_eps: 1e-5,
+                // Not less: of a row that is almost 0, the norm would blow up what rounding left.
+                post_eps: 1e-2,
                 residual: residual.raw(),
                 scale: if finished { 0.5 } else { 1.0 },
             });

@@ -297,7 +297,9 @@ fn load(config: &EngineConfig) -> Result<Loaded, LoadError> {
     let vocabulary = config.tokenizer.as_ref().map(|t| t.table_digest());
     let store = PrefixStore::open(&config.prefix)?;
     let model = Model::load_with(config.checkpoint.clone(), vocabulary, &config.kv)?;
-    let identity = config.prefix.identity(config.checkpoint.path(), &config.kv)?;
+    let identity = config
+        .prefix
+        .identity(config.checkpoint.path(), &config.kv)?;
     let mut drafted = Vec::with_capacity(config.drafters.len());
     for DrafterConfig { source, costs } in &config.drafters {
         let drafter = Drafter::load(source, &model)?;

@@ -55,11 +55,7 @@ impl PrefixConfig {
     ///
     /// # Errors
     /// It can't be read.
-    pub fn identity(
-        &self,
-        target: &Path,
-        kv: &KvConfig,
-    ) -> std::result::Result<String, LoadError> {
+    pub fn identity(&self, target: &Path, kv: &KvConfig) -> std::result::Result<String, LoadError> {
         if !self.is_on() {
             return Ok(String::new());
         }

@@ -272,9 +272,14 @@ impl KvCache {
     fn capture(&self, row: usize, name: &str, state: &mut RowState) -> Result<()> {
         let buffers = self.buffers.as_ref().ok_or_else(no_rows)?;
         let (first, rest) = self.parts(state.processed())?;
-        let parts = [("first_", self.first.as_ref(), first), ("", Some(buffers), rest)];
+        let parts = [
+            ("first_", self.first.as_ref(), first),
+            ("", Some(buffers), rest),
+        ];
         for (part, buffers, positions) in parts {
-            let Some((keys, values)) = buffers else { continue };
+            let Some((keys, values)) = buffers else {
+                continue;
+            };
             for (kind, buffer) in [("keys", keys), ("values", values)] {
                 let row = buffer.slice(0, row as i32, row as i32 + 1)?;
                 // Copied after it is cut.
@@ -293,7 +298,9 @@ impl KvCache {
         let buffer = |part: &str, positions: &Range<i32>, columns: i32| {
             let rows = state.get(&format!("{name}.{part}"))?;
             match rows.dims()? {
-                [1, _, n, _] if n == positions.len() as i32 => rolled(rows, positions.start, columns),
+                [1, _, n, _] if n == positions.len() as i32 => {
+                    rolled(rows, positions.start, columns)
+                }
                 shape => Err(Error::invalid(format!("the state has {name} of {shape:?}"))),
             }
         };
