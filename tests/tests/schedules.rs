@@ -11,7 +11,7 @@ use mlxhost::prefix::PrefixConfig;
 use plugin_api::sampling::Sampling;
 
 use mlxhost_tests::decoding::{
-    PAIRS, Random, Reply, Script, ask, engine, engine_with, request, sampled,
+    PAIRS, Random, Reply, Script, ask, drafter, engine, engine_with, request, sampled,
 };
 use mlxhost_tests::{checkpoint, engine_lock};
 
@@ -182,4 +182,44 @@ fn whoever_comes_and_goes_with_forced_drafts_gets_what_it_gets_alone() {
         }
         all_schedules(&model, &script.drafter(), &pool);
     }
+}
+
+/// Wherever a drafter fails when rows come, go, are kept and go on, the target's answers are all there.
+#[test]
+fn whoever_comes_and_goes_is_answered_whatever_a_drafter_fails_at() {
+    let _lock = engine_lock();
+    let diary = tempfile::NamedTempFile::new().expect("a temporary file");
+    let path = diary.path().to_str().expect("a path in UTF-8");
+    let mut missing = Vec::new();
+    for target in ["llama-f32", "qwen3_5-f32"] {
+        let model = checkpoint(target);
+        let pool = pool(&model);
+        for place in [
+            "open", "prefill", "draft", "commit", "append", "filter", "capture", "restore",
+        ] {
+            for (how, after) in [("error", "0"), ("panic", "2")] {
+                let behave = format!("{how}-{place}");
+                let options = [("behave", &*behave), ("after", after), ("diary", path)];
+                let prefix = PrefixConfig {
+                    memory_bytes: 1 << 20,
+                    ..PrefixConfig::default()
+                };
+                let source = drafter("hostile", None, &options);
+                let engine = engine_with(&model, [source], Limits::default(), prefix);
+                let notes = || std::fs::read_to_string(path).expect("the diary").len();
+                let before = notes();
+                for seed in 0..schedules() {
+                    play(&engine, &pool, seed);
+                }
+                // The second goes on from the first.
+                for (request, reply) in pool.0.iter().zip(&pool.1).skip(1).take(2) {
+                    assert_eq!(ask(&engine, request), *reply, "{target} {behave}");
+                }
+                if notes() == before {
+                    missing.push((target, behave));
+                }
+            }
+        }
+    }
+    assert!(missing.is_empty(), "never happened: {missing:?}");
 }

@@ -1,12 +1,16 @@
 //! A drafter that misbehaves as told, to show that no drafter can change an answer.
 //!
 //! `behave` names what it does and `after` how many rounds it waits. Until then it proposes the
-//! pending token once more: right by chance alone.
+//! pending token once more: right by chance alone. Each time it errs, a line goes into the file
+//! `diary`, if there is to be one.
+
+use std::io::Write;
+use std::sync::OnceLock;
 
 use plugin_api::abi::LogLevel;
 use plugin_api::{
     Advance, Checkpoint, DType, DraftRequest, DraftRows, Drafter, DrafterInfo, Drafts, Error,
-    Options, Result, RowSpec, Target, TargetFacts, Tensor, export_plugin,
+    Options, Result, RowSpec, RowState, Target, TargetFacts, Tensor, export_plugin,
 };
 
 /// What a user's terminal should never be made to do.
@@ -27,12 +31,17 @@ impl Drop for Bomb {
     }
 }
 
+/// Where it notes what it does.
+static DIARY: OnceLock<std::fs::File> = OnceLock::new();
+
 /// What every call does first: panics or fails, when that is what was asked for in `place`.
 fn misstep(behave: &str, place: &str) -> Result<()> {
-    match behave
-        .strip_suffix(place)
-        .and_then(|how| how.strip_suffix('-'))
-    {
+    let how = behave.strip_suffix(place);
+    let how = how.and_then(|how| how.strip_suffix('-'));
+    if let (Some(_), Some(mut diary)) = (how, DIARY.get()) {
+        writeln!(diary, "{behave}").expect("the diary can be written");
+    }
+    match how {
         Some("panic") => panic!("hostile {place}"),
         Some("bomb") => std::panic::panic_any(Bomb),
         Some("number") => std::panic::panic_any(7),
@@ -48,6 +57,9 @@ impl Drafter for Hostile {
     fn load(_checkpoint: Option<Checkpoint>, options: &mut Options) -> Result<Self> {
         let behave: Option<String> = options.take("behave")?;
         let behave = behave.ok_or_else(|| Error::invalid("hostile needs the option behave"))?;
+        if let Some(path) = options.take::<String>("diary")? {
+            DIARY.get_or_init(|| std::fs::File::create(path).expect("the diary"));
+        }
         misstep(&behave, "load")?;
         Ok(Self {
             behave,
@@ -96,6 +108,7 @@ impl Drafter for Hostile {
             behave: self.behave.clone(),
             rounds_left: self.after,
             rows: rows.len(),
+            processed: vec![0; rows.len()],
             _bomb: (self.behave == "panic-drop").then(|| Bomb),
         })
     }
@@ -114,10 +127,18 @@ struct HostileRows {
     behave: String,
     rounds_left: u32,
     rows: usize,
+    /// Tokens of each row.
+    processed: Vec<u32>,
     _bomb: Option<Bomb>,
 }
 
 impl HostileRows {
+    fn count(&mut self, advance: &Advance<'_>) {
+        for (processed, row) in self.processed.iter_mut().zip(&advance.rows) {
+            *processed += row.tokens.len() as u32;
+        }
+    }
+
     fn acts(&self) -> bool {
         self.rounds_left == 0
     }
@@ -125,6 +146,15 @@ impl HostileRows {
     /// The same proposal for every row.
     fn propose(&self, ids: &[i32]) -> Result<Drafts> {
         Drafts::from_lists(&vec![ids.to_vec(); self.rows])
+    }
+
+    /// Each row's pending token once more, where a draft is wanted.
+    fn repeat(&self, request: &DraftRequest<'_>) -> Result<Drafts> {
+        let rows = request.pending.iter().zip(request.depths);
+        let lists: Vec<Vec<i32>> = rows
+            .map(|(&id, &depth)| vec![id; (depth as usize).min(1)])
+            .collect();
+        Drafts::from_lists(&lists)
     }
 
     /// A draft that does not match what it says of itself.
@@ -137,14 +167,15 @@ impl HostileRows {
 }
 
 impl DraftRows for HostileRows {
-    fn prefill(&mut self, _: &Advance<'_>) -> Result<()> {
+    fn prefill(&mut self, advance: &Advance<'_>) -> Result<()> {
+        self.count(advance);
         misstep(&self.behave, "prefill")
     }
 
     fn draft(&mut self, request: &DraftRequest<'_>) -> Result<Drafts> {
         let rows = self.rows as i32;
         if !self.acts() {
-            return self.propose(&request.pending[..1]);
+            return self.repeat(request);
         }
         misstep(&self.behave, "draft")?;
         match self.behave.as_str() {
@@ -168,11 +199,12 @@ impl DraftRows for HostileRows {
             }),
             "idle-ids" => self.shaped(Tensor::full(&[7, 7, 7], 0.0, DType::F32), &[0]),
             "wide-ids" => self.shaped(Tensor::full(&[rows, 100_000], 9.0, DType::I32), &[1]),
-            _ => self.propose(&request.pending[..1]),
+            _ => self.repeat(request),
         }
     }
 
-    fn commit(&mut self, _: &Advance<'_>) -> Result<()> {
+    fn commit(&mut self, advance: &Advance<'_>) -> Result<()> {
+        self.count(advance);
         if self.acts() {
             misstep(&self.behave, "commit")?;
         }
@@ -183,11 +215,25 @@ impl DraftRows for HostileRows {
     fn filter_rows(&mut self, keep: &[usize]) -> Result<()> {
         misstep(&self.behave, "filter")?;
         self.rows = keep.len();
+        self.processed = keep.iter().map(|&row| self.processed[row]).collect();
         Ok(())
     }
 
-    fn append(&mut self, other: Self) -> Result<()> {
+    fn append(&mut self, mut other: Self) -> Result<()> {
+        misstep(&self.behave, "append")?;
         self.rows += other.rows;
+        self.processed.append(&mut other.processed);
+        Ok(())
+    }
+
+    fn capture(&self, row: usize) -> Result<Option<RowState>> {
+        misstep(&self.behave, "capture")?;
+        Ok(Some(RowState::new("hostile/1", self.processed[row])))
+    }
+
+    fn restore(&mut self, state: &RowState) -> Result<()> {
+        misstep(&self.behave, "restore")?;
+        self.processed = vec![state.processed()];
         Ok(())
     }
 
@@ -207,5 +253,6 @@ export_plugin! {
     options: {
         "behave": "what it does wrong",
         "after": "rounds before it does, default 0",
+        "diary": "a file that is told each time",
     },
 }
