@@ -16,8 +16,6 @@ mod quantize;
 mod stored;
 mod weights;
 
-use std::sync::Once;
-
 use abi_stable::prefix_type::WithMetadata;
 use abi_stable::std_types::RStr;
 use plugin_api::Tensor;
@@ -83,15 +81,12 @@ impl Table {
 
 /// The host's table, the same one for every plugin and for the life of the process.
 pub fn api() -> HostApiRef {
-    static INSTALLED: Once = Once::new();
-    let api = HostApiRef(Table::API.as_prefix());
-    INSTALLED.call_once(|| plugin_api::install(api));
-    api
+    HostApiRef(Table::API.as_prefix())
 }
 
 /// Makes the table known to this image; `Tensor`s work from then on.
 pub fn install() {
-    api();
+    plugin_api::install(api());
 }
 
 /// Arranges a loaded model's weights in memory for the kernels that will read them.

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use plugin_api::abi::{Advance, Donor, DraftRequest, RawTensor};
+use plugin_api::abi::{Advance, Donor, DraftRequest, FaultCode, RawTensor};
 use plugin_api::{DonorKind, Result, RowSpec, RowState, Tap, Tensor};
 
 use crate::model::TargetHandle;
@@ -243,16 +243,22 @@ impl Drafting {
     }
 
     /// Takes in the rows of another group's drafting; false, with nothing changed here, if the two can't be
-    /// one. Where the drafter fails at it, the other goes on without drafts.
+    /// one. Where the drafter fails at it, the other goes on without drafts; so do these if it panicked.
     pub fn join(&mut self, other: &mut Self) -> bool {
         self.tell();
         other.tell();
         let (Some(rows), Some(_)) = (&mut self.rows, &other.rows) else {
             return self.rows.is_none() && other.rows.is_none();
         };
+        let before = rows.count();
         match other.rows.take().map(|more| rows.append(more)) {
             Some(Err(error)) => {
+                // An instance that panicked, or lost count, is not as it was.
+                let is_sound = error.code() != FaultCode::PANICKED && rows.count() == before;
                 other.give_up(error.message());
+                if !is_sound {
+                    self.give_up(error.message());
+                }
                 false
             }
             _ => true,

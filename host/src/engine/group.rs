@@ -89,7 +89,8 @@ impl Group {
             return self.prefill();
         }
         self.round()?;
-        self.drop_ended()
+        self.drop_ended();
+        Ok(())
     }
 
     /// Whether there are prompts to be processed yet.
@@ -143,7 +144,7 @@ impl Group {
 
     /// One pass over the prompts. After the last one, delivers every row's first token.
     fn prefill(&mut self) -> Result<()> {
-        self.drop_ended()?;
+        self.drop_ended();
         if self.rows.is_empty() {
             return Ok(());
         }
@@ -159,7 +160,8 @@ impl Group {
         for (row, first) in self.rows.iter_mut().zip(&self.firsts) {
             finished.push(first.and_then(|first| row.deliver(&[first], 0).finish));
         }
-        self.drop_finished(&finished)
+        self.drop_finished(&finished);
+        Ok(())
     }
 
     /// Processes a piece of every prompt. Rows whose prompt ends draw their first token.
@@ -236,44 +238,53 @@ impl Group {
     }
 
     /// Takes out the rows that end from outside.
-    fn drop_ended(&mut self) -> Result<()> {
+    fn drop_ended(&mut self) {
         let finished: Vec<_> = self.rows.iter().map(Row::ended).collect();
-        self.drop_finished(&finished)
+        self.drop_finished(&finished);
     }
 
-    /// Takes finished rows out of the group. Prepared in full before anything changes.
-    pub(super) fn drop_finished(&mut self, finished: &[Option<Finish>]) -> Result<()> {
+    /// Ends finished rows and takes them out of the group. Prepared in full before anything changes: where the
+    /// caches can't be cut now, the others go on as they are, and the rows leave later.
+    pub(super) fn drop_finished(&mut self, finished: &[Option<Finish>]) {
         if finished.iter().all(Option::is_none) {
-            return Ok(());
-        }
-        for (row, finish) in finished.iter().enumerate() {
-            if finish.is_some() {
-                self.keep(row);
-            }
-        }
-        let keep: Vec<u32> = (0..)
-            .zip(finished)
-            .filter(|(_, finish)| finish.is_none())
-            .map(|(row, _)| row)
-            .collect();
-        if !keep.is_empty() {
-            let rows: Vec<i32> = keep.iter().map(|&row| row as i32).collect();
-            let rows = Tensor::from_slice(&rows, &[rows.len() as i32])?;
-            let caches = self.caches.iter().map(|cache| cache.filtered(&rows));
-            self.caches = caches.collect::<Result<_>>()?;
+            return;
         }
         let plugin = self.drafting.plugin().map(str::to_owned);
-        self.firsts = keep.iter().map(|&row| self.firsts[row as usize]).collect();
-        let rows = std::mem::take(&mut self.rows);
-        for (row, finish) in rows.into_iter().zip(finished) {
-            match finish {
-                None => self.rows.push(row),
-                Some(finish) => row.finish(*finish, plugin.as_deref()),
+        for (row, finish) in finished.iter().enumerate() {
+            if let Some(finish) = finish.filter(|_| !self.rows[row].over) {
+                self.keep(row);
+                self.rows[row].finish(finish, plugin.as_deref());
             }
         }
-        if !keep.is_empty() {
-            self.drafting.filter(&keep);
+        let staying = (0..).zip(finished).filter(|(_, end)| end.is_none());
+        let keep: Vec<u32> = staying.map(|(row, _)| row).collect();
+        if keep.is_empty() {
+            self.rows.clear();
+            return;
         }
-        Ok(())
+        match self.filtered(&keep) {
+            Ok(caches) => self.caches = caches,
+            Err(error) => {
+                tracing::debug!("rows that have ended stay for now: {}", error.message());
+                return;
+            }
+        }
+        self.firsts = keep.iter().map(|&row| self.firsts[row as usize]).collect();
+        let rows = std::mem::take(&mut self.rows).into_iter().zip(finished);
+        self.rows = rows
+            .filter_map(|(row, end)| end.is_none().then_some(row))
+            .collect();
+        self.drafting.filter(&keep);
+    }
+
+    /// The caches of the given rows alone.
+    fn filtered(&self, keep: &[u32]) -> Result<Vec<LayerCache>> {
+        let rows: Vec<i32> = keep.iter().map(|&row| row as i32).collect();
+        let rows = Tensor::from_slice(&rows, &[rows.len() as i32])?;
+        let caches = self.caches.iter().map(|cache| cache.filtered(&rows));
+        let caches = caches.collect::<Result<Vec<_>>>()?;
+        let state: Vec<&Tensor> = caches.iter().flat_map(LayerCache::tensors).collect();
+        Tensor::eval_all(&state)?;
+        Ok(caches)
     }
 }

@@ -113,7 +113,8 @@ impl Group {
                 .borrow_mut()
                 .record(rows, depth, begun.elapsed());
         }
-        self.drop_finished(&finished)
+        self.drop_finished(&finished);
+        Ok(())
     }
 
     /// How much to draft for each row.

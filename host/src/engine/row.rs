@@ -22,6 +22,8 @@ pub(super) struct Row {
     /// The delivered tokens; the target has not processed the last one yet.
     pub answer: Vec<i32>,
     pub acceptance: Acceptance,
+    /// It has ended, and whoever asked knows: it stays only until the caches could be cut.
+    pub over: bool,
     stream: Option<TextStream>,
     events: Sender<Event>,
     cancel: Arc<AtomicBool>,
@@ -58,6 +60,7 @@ impl Row {
             processed: 0,
             answer: Vec::new(),
             acceptance: Acceptance::default(),
+            over: false,
             events,
             cancel,
             came: Instant::now(),
@@ -73,7 +76,10 @@ impl Row {
 
     /// Tokens that may still be generated.
     pub fn remaining(&self) -> usize {
-        self.request.max_tokens.saturating_sub(self.stats.tokens)
+        match self.over {
+            true => 1,
+            false => self.request.max_tokens.saturating_sub(self.stats.tokens),
+        }
     }
 
     /// Tokens of the prompt that are to be processed yet.
@@ -102,7 +108,7 @@ impl Row {
     /// How it ends from outside, if it does: cancelled, or because its time is over.
     pub fn ended(&self) -> Option<Finish> {
         let is_late = |deadline| self.came.elapsed() > deadline;
-        if self.cancel.load(Ordering::Relaxed) {
+        if self.over || self.cancel.load(Ordering::Relaxed) {
             Some(Finish::Cancelled)
         } else if self.request.deadline.is_some_and(is_late) {
             Some(Finish::Deadline)
@@ -114,6 +120,13 @@ impl Row {
     /// Delivers a round's tokens up to the end of the answer; the first `drafted` of them came from
     /// the drafter. The last delivered one becomes the pending token.
     pub fn deliver(&mut self, tokens: &[i32], drafted: usize) -> Delivered {
+        if self.over {
+            self.answer.extend(tokens.first());
+            return Delivered {
+                count: 1,
+                finish: Some(Finish::Cancelled),
+            };
+        }
         self.first_token.get_or_insert_with(Instant::now);
         let mut finish = None;
         let mut count = 0;
@@ -151,8 +164,11 @@ impl Row {
         Delivered { count, finish }
     }
 
-    /// Ends the answer.
-    pub fn finish(mut self, finish: Finish, drafter: Option<&str>) {
+    /// Ends the answer, once.
+    pub fn finish(&mut self, finish: Finish, drafter: Option<&str>) {
+        if std::mem::replace(&mut self.over, true) {
+            return;
+        }
         let rest = self.stream.as_mut().map(TextStream::finish);
         let now = Instant::now();
         let first = self.first_token.unwrap_or(now);
@@ -164,12 +180,15 @@ impl Row {
         let _ = self.events.send(Event::Done(Answer {
             finish,
             rest: rest.unwrap_or_default(),
-            stats: self.stats,
+            stats: std::mem::take(&mut self.stats),
         }));
     }
 
     /// Ends the request without an answer.
     pub fn fail(self, why: &str) {
+        if self.over {
+            return;
+        }
         let _ = self.events.send(Event::Failed(why.to_owned()));
     }
 }

@@ -133,7 +133,7 @@ impl Scheduler {
     /// Requests that end before they begin.
     fn drop_ended(&mut self) {
         for _ in 0..self.waiting.len() {
-            let Some((row, method)) = self.waiting.pop_front() else {
+            let Some((mut row, method)) = self.waiting.pop_front() else {
                 return;
             };
             match row.ended() {

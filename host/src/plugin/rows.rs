@@ -149,7 +149,8 @@ impl Rows {
             .map_err(fault)
     }
 
-    fn count(&self) -> usize {
+    /// How many rows it has.
+    pub fn count(&self) -> usize {
         self.raw.table.row_count()(self.raw.this) as usize
     }
 
