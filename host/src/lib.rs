@@ -2,6 +2,7 @@
 //! plugins. `docs/` describes the architecture.
 
 pub mod backend;
+pub mod check;
 pub mod checkpoint;
 pub mod drafter;
 pub mod engine;

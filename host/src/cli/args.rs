@@ -8,6 +8,7 @@ use mlxhost::engine::Limits;
 use mlxhost::kernels::{self, pool};
 use mlxhost::prefix::PrefixConfig;
 
+use super::check::CheckArgs;
 use super::kv::KvArgs;
 
 const EXAMPLES: &str = "\
@@ -22,6 +23,8 @@ Examples:
       Many requests, several at a time; an interrupted run goes on where it stopped.
   mlxhost plugins inspect plugins/ngram.so
       What a plugin is, without running it.
+  mlxhost plugins check plugins/ngram.so
+      Whether it keeps the rules, each tried in a process of its own.
   mlxhost drafter split --from Qwen3.5-0.8B --out qwen3.5-0.8b-mtp --bits 4
       The drafter inside a full checkpoint, as a small directory of its own.
 
@@ -335,6 +338,8 @@ pub enum PluginsCommand {
         #[arg(long)]
         json: bool,
     },
+    /// Run a plugin through all that a host may do with it, and judge what it does.
+    Check(CheckArgs),
 }
 
 #[derive(clap::Args)]
@@ -431,7 +436,7 @@ fn one_of(values: &'static [&'static str]) -> impl TypedValueParser<Value = u8> 
     PossibleValuesParser::new(values).try_map(|text| text.parse::<u8>())
 }
 
-fn key_value(text: &str) -> Result<(String, String), String> {
+pub(super) fn key_value(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
         _ => Err("expected KEY=VALUE".to_owned()),

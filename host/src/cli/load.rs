@@ -261,7 +261,7 @@ fn other_drafters(
 }
 
 /// The `model_type` of a checkpoint's config.
-fn model_type(checkpoint: &Checkpoint) -> String {
+pub fn model_type(checkpoint: &Checkpoint) -> String {
     let value = checkpoint.config().get("model_type");
     value
         .and_then(|v| v.as_str())

@@ -4,6 +4,7 @@ mod args;
 mod batch;
 mod bench;
 mod chat;
+mod check;
 mod drafter;
 mod error;
 mod eval;

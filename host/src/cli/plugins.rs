@@ -1,15 +1,16 @@
-//! `mlxhost plugins`: looking at plugins without running them.
+//! `mlxhost plugins`: looking at plugins without running them, and checking them.
 
 use mlxhost::plugin::{PluginFile, check_version};
 use serde_json::{Value, json};
 
 use super::args::{PluginsArgs, PluginsCommand};
 use super::error::CliError;
-use super::{load, output};
+use super::{check, load, output};
 
-/// Lists or inspects plugins.
+/// Lists, inspects or checks plugins.
 pub fn run(args: &PluginsArgs) -> Result<(), CliError> {
     match &args.command {
+        PluginsCommand::Check(check) => check::run(check),
         PluginsCommand::List { paths, json } => {
             let registry = load::registry(paths)?;
             if *json {

@@ -6,9 +6,10 @@ use std::sync::Arc;
 
 use abi_stable::std_types::Tuple2;
 use plugin_api::abi::{
-    DonorKind, FaultCode, LoadRequest, OpenRequest, PluginModuleRef, RawProvider, RowSpec, Tap,
+    DonorKind, FaultCode, LoadRequest, OpenRequest, PluginModuleRef, ProviderInfo, RawProvider,
+    RowSpec, Tap,
 };
-use plugin_api::{Error, Result};
+use plugin_api::{Error, Result, TargetFacts};
 
 use super::library::Library;
 use super::rows::{Rows, fault};
@@ -102,7 +103,7 @@ impl Drafter {
             max_depth: 0,
             _library: library,
         };
-        let info = raw.table.info()(raw.this).into_result().map_err(fault)?;
+        let info = drafter.info()?;
         if info.max_depth == 0 {
             return Err(Error::failed("it says that it cannot draft"));
         }
@@ -139,7 +140,25 @@ impl Drafter {
                 facts.name
             )));
         }
+        self.fits(facts)
+    }
+
+    /// Whether the plugin takes it for a drafter of a target like that.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn fits(&self, facts: &TargetFacts) -> Result<()> {
         self.raw.table.pair()(self.raw.this, &facts.as_abi())
+            .into_result()
+            .map_err(fault)
+    }
+
+    /// What the plugin says of it, unchecked.
+    ///
+    /// # Errors
+    /// The plugin's.
+    pub fn info(&self) -> Result<ProviderInfo> {
+        self.raw.table.info()(self.raw.this)
             .into_result()
             .map_err(fault)
     }

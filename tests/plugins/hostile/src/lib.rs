@@ -6,6 +6,8 @@
 
 use std::io::Write;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::Duration;
 
 use plugin_api::abi::LogLevel;
 use plugin_api::{
@@ -34,6 +36,12 @@ impl Drop for Bomb {
 /// Where it notes what it does.
 static DIARY: OnceLock<std::fs::File> = OnceLock::new();
 
+/// Calls of all drafters together, for those that are never twice the same.
+static CALLS: AtomicI32 = AtomicI32::new(0);
+
+/// For ever, as far as anybody waits.
+const LONG: Duration = Duration::from_secs(3600);
+
 /// What every call does first: panics or fails, when that is what was asked for in `place`.
 fn misstep(behave: &str, place: &str) -> Result<()> {
     let how = behave.strip_suffix(place);
@@ -61,6 +69,11 @@ impl Drafter for Hostile {
             DIARY.get_or_init(|| std::fs::File::create(path).expect("the diary"));
         }
         misstep(&behave, "load")?;
+        match behave.as_str() {
+            "any-option" => drop(options.take::<String>("no-such-option")?),
+            "leak-thread" => drop(std::thread::spawn(|| std::thread::sleep(LONG))),
+            _ => {}
+        }
         Ok(Self {
             behave,
             after: options.take("after")?.unwrap_or(0),
@@ -73,6 +86,9 @@ impl Drafter for Hostile {
         DrafterInfo {
             name: match claims("loud-name") {
                 true => LOUD.repeat(100_000),
+                false if claims("fickle") => {
+                    format!("hostile-{}", CALLS.fetch_add(1, Ordering::Relaxed))
+                }
                 false => "hostile".into(),
             },
             weight_bytes: u64::MAX,
@@ -109,6 +125,7 @@ impl Drafter for Hostile {
             rounds_left: self.after,
             rows: rows.len(),
             processed: vec![0; rows.len()],
+            is_restored: false,
             _bomb: (self.behave == "panic-drop").then(|| Bomb),
         })
     }
@@ -129,6 +146,7 @@ struct HostileRows {
     rows: usize,
     /// Tokens of each row.
     processed: Vec<u32>,
+    is_restored: bool,
     _bomb: Option<Bomb>,
 }
 
@@ -153,6 +171,15 @@ impl HostileRows {
         let rows = request.pending.iter().zip(request.depths);
         let lists: Vec<Vec<i32>> = rows
             .map(|(&id, &depth)| vec![id; (depth as usize).min(1)])
+            .collect();
+        Drafts::from_lists(&lists)
+    }
+
+    /// The same token for every row that wants a draft.
+    fn like(&self, request: &DraftRequest<'_>, id: i32) -> Result<Drafts> {
+        let rows = request.depths.iter();
+        let lists: Vec<Vec<i32>> = rows
+            .map(|&depth| vec![id; (depth as usize).min(1)])
             .collect();
         Drafts::from_lists(&lists)
     }
@@ -197,6 +224,27 @@ impl DraftRows for HostileRows {
                 ids: None,
                 lens: vec![1; self.rows],
             }),
+            "hang" => {
+                std::thread::sleep(LONG);
+                self.repeat(request)
+            }
+            "abort" => std::process::abort(),
+            "exit" => std::process::exit(0),
+            "print" => {
+                println!("hostile was here");
+                self.repeat(request)
+            }
+            "print-error" => {
+                eprintln!("hostile was here");
+                self.repeat(request)
+            }
+            "leak-tensor" => {
+                std::mem::forget(Tensor::from_slice(&[1.0f32; 256], &[16, 16])?);
+                self.repeat(request)
+            }
+            "crowd" => self.like(request, rows),
+            "unsteady" => self.like(request, CALLS.fetch_add(1, Ordering::Relaxed) % 7),
+            "forgetful" if self.is_restored => self.like(request, 3),
             "idle-ids" => self.shaped(Tensor::full(&[7, 7, 7], 0.0, DType::F32), &[0]),
             "wide-ids" => self.shaped(Tensor::full(&[rows, 100_000], 9.0, DType::I32), &[1]),
             _ => self.repeat(request),
@@ -215,7 +263,11 @@ impl DraftRows for HostileRows {
     fn filter_rows(&mut self, keep: &[usize]) -> Result<()> {
         misstep(&self.behave, "filter")?;
         self.rows = keep.len();
-        self.processed = keep.iter().map(|&row| self.processed[row]).collect();
+        self.processed = match self.behave.as_str() {
+            // The right number of rows, but not the right ones.
+            "keep-first" => self.processed[..keep.len()].to_vec(),
+            _ => keep.iter().map(|&row| self.processed[row]).collect(),
+        };
         Ok(())
     }
 
@@ -228,12 +280,18 @@ impl DraftRows for HostileRows {
 
     fn capture(&self, row: usize) -> Result<Option<RowState>> {
         misstep(&self.behave, "capture")?;
-        Ok(Some(RowState::new("hostile/1", self.processed[row])))
+        let ahead = u32::from(self.behave == "ahead");
+        Ok(Some(RowState::new(
+            "hostile/1",
+            self.processed[row] + ahead,
+        )))
     }
 
     fn restore(&mut self, state: &RowState) -> Result<()> {
         misstep(&self.behave, "restore")?;
+        state.require("hostile/1")?;
         self.processed = vec![state.processed()];
+        self.is_restored = true;
         Ok(())
     }
 
