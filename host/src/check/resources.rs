@@ -17,7 +17,9 @@ const WARM: usize = 200;
 /// Rounds of a group.
 const LIFE: usize = 50;
 /// Rounds of a single row, with drafts that are refused and without.
-const LONG: usize = 200;
+const LONG: usize = 300;
+/// The depth of their drafts.
+const DEPTH: u32 = 2;
 
 /// Bytes of tensors that may be there after thousands of rounds and were not before.
 const SLACK: u64 = 64 << 10;
@@ -104,11 +106,18 @@ fn resident() -> Option<u64> {
 
 pub(super) fn memory(subject: &Subject) -> Outcome {
     let stage = subject.stage()?;
-    let depth = stage.depth();
+    let told = growth(&stage, 0)?;
+    let drafted = growth(&stage, DEPTH)?;
+    // A buffer may have to grow a step earlier: drafts are written beyond the text.
+    if drafted > 2 * told + 8 * SLACK {
+        return Err(Broken(format!(
+            "a row grows by {drafted} bytes in {LONG} rounds whose drafts are refused, by {told} without drafts"
+        )));
+    }
     let mut rounds = 0;
-    let mut first: Option<(u64, Option<u64>)> = None;
+    let mut first = None;
     while rounds < ROUNDS && (rounds <= WARM || subject.has_time()) {
-        come_and_go(&stage, depth)?;
+        come_and_go(&stage)?;
         rounds += LIFE;
         if rounds == WARM {
             first = Some((plugin_api::memory_used(), resident()));
@@ -121,51 +130,46 @@ pub(super) fn memory(subject: &Subject) -> Outcome {
             "{grown} bytes of tensors more after {rounds} rounds than after {WARM}, and nobody holds a group"
         )));
     }
-    let resident = resident()
-        .zip(process)
-        .map(|(now, then)| now.saturating_sub(then));
-    if let Some(grown) = resident.filter(|&grown| grown > RESIDENT_SLACK) {
+    let process = resident().zip(process);
+    let process = process.map_or(0, |(now, then)| now.saturating_sub(then));
+    if process > RESIDENT_SLACK {
         return Err(Broken(format!(
             "the process is {} MiB larger after {rounds} rounds than after {WARM}",
-            grown >> 20
-        )));
-    }
-    let long = if subject.has_time() { LONG } else { LONG / 10 };
-    let told = growth(&stage, 0, long)?;
-    let drafted = growth(&stage, depth, long)?;
-    // A buffer may have to grow a step earlier: drafts are written beyond the text.
-    if drafted > 2 * told + 8 * SLACK {
-        return Err(Broken(format!(
-            "a row grows by {drafted} bytes in {long} rounds whose drafts are refused, by {told} without drafts"
+            process >> 20
         )));
     }
     Ok(Finding::Passed(format!(
-        "{grown} bytes more after {rounds} rounds than after {WARM}; a row grows by {drafted} bytes in {long} rounds"
+        "{grown} bytes more after {rounds} rounds than after {WARM}; a row grows by {drafted} bytes in {LONG} rounds"
     )))
 }
 
 /// A group lives, and is gone.
-fn come_and_go(stage: &Stage, depth: u32) -> plugin_api::Result<()> {
+fn come_and_go(stage: &Stage) -> plugin_api::Result<()> {
+    let depth = DEPTH.min(stage.depth());
     let rows = [12, 20].map(|len| Row::new(len as u64, len, stage.vocab()));
     let mut group = stage.open(rows.to_vec())?;
     group.remembers = false;
     group.finish_prompts()?;
-    for round in 0..LIFE - 1 {
+    const TOGETHER: usize = LIFE / 5;
+    for round in 0..TOGETHER {
         group.round(&[depth, 1], &[round % 3, round % 2])?;
     }
     group.filter(&[1])?;
-    group.round(&[depth], &[0])?;
+    for round in 0..LIFE - TOGETHER {
+        group.round(&[depth], &[round % 3])?;
+    }
     Ok(())
 }
 
-/// What a row's memory grows by, the target's included, in so many rounds of one token.
-fn growth(stage: &Stage, depth: u32, rounds: usize) -> plugin_api::Result<u64> {
+/// What a row's memory grows by, the target's included, in [`LONG`] rounds of one token.
+fn growth(stage: &Stage, depth: u32) -> plugin_api::Result<u64> {
+    let depth = depth.min(stage.depth());
     let mut group = stage.open(vec![Row::new(9, 16, stage.vocab())])?;
     group.remembers = false;
     group.finish_prompts()?;
     group.round(&[stage.depth()], &[0])?;
     let before = plugin_api::memory_used();
-    for _ in 0..rounds {
+    for _ in 0..LONG {
         match depth {
             0 => group.plain(1)?,
             depth => {

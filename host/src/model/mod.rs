@@ -33,7 +33,7 @@ pub use view::TargetHandle;
 pub const FAMILIES: &[&str] = &["gemma4", "llama", "qwen3", "qwen3_5", "qwen3_5_moe"];
 
 /// The form of a captured row.
-const SCHEMA: &str = "caches/1";
+const SCHEMA: &str = "caches/2";
 
 /// What a layer's part of a row is called.
 fn layer(index: usize) -> String {

@@ -11,7 +11,7 @@ use crate::state::RowState;
 use crate::tensor::Tensor;
 
 /// The form of a captured row.
-const SCHEMA: &str = "block/1";
+const SCHEMA: &str = "block/2";
 
 /// What is asked of a block that was computed.
 pub struct Ask<'a> {

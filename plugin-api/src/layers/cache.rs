@@ -332,13 +332,13 @@ impl KvCache {
         ))
     }
 
-    /// The positions before `processed` that a later query can see, and the one that falls out of the window
-    /// with the next: a drafter may look at as many.
+    /// The positions before `processed` that a later query can see, and two more: a drafter may look from the
+    /// last processed token, and at one more than the window.
     fn seen(&self, processed: u32) -> Result<Range<i32>> {
         let end = i32::try_from(processed).map_err(|_| Error::failed("too many tokens"))?;
         Ok(match self.window {
             0 => 0..end,
-            window => (end - window).max(0)..end,
+            window => (end - window - 1).max(0)..end,
         })
     }
 
