@@ -7,7 +7,7 @@ use super::stage::{Group, Kept, Random, Row, Stage};
 use super::subject::Subject;
 
 /// Seeds that are tried when none is named, and calls of each.
-const SEEDS: u64 = 12;
+const SEEDS: u64 = 10;
 const CALLS: usize = 60;
 
 /// Groups that live at a time, their rows, and states that are kept.

@@ -106,12 +106,13 @@ fn resident() -> Option<u64> {
 
 pub(super) fn memory(subject: &Subject) -> Outcome {
     let stage = subject.stage()?;
-    let told = growth(&stage, 0)?;
-    let drafted = growth(&stage, DEPTH)?;
+    let long = affordable(subject, &stage)?;
+    let told = growth(&stage, 0, long)?;
+    let drafted = growth(&stage, DEPTH, long)?;
     // A buffer may have to grow a step earlier: drafts are written beyond the text.
     if drafted > 2 * told + 8 * SLACK {
         return Err(Broken(format!(
-            "a row grows by {drafted} bytes in {LONG} rounds whose drafts are refused, by {told} without drafts"
+            "a row grows by {drafted} bytes in {long} rounds whose drafts are refused, by {told} without drafts"
         )));
     }
     let mut rounds = 0;
@@ -139,7 +140,7 @@ pub(super) fn memory(subject: &Subject) -> Outcome {
         )));
     }
     Ok(Finding::Passed(format!(
-        "{grown} bytes more after {rounds} rounds than after {WARM}; a row grows by {drafted} bytes in {LONG} rounds"
+        "{grown} bytes more after {rounds} rounds than after {WARM}; a row grows by {drafted} bytes in {long} rounds"
     )))
 }
 
@@ -161,15 +162,27 @@ fn come_and_go(stage: &Stage) -> plugin_api::Result<()> {
     Ok(())
 }
 
-/// What a row's memory grows by, the target's included, in [`LONG`] rounds of one token.
-fn growth(stage: &Stage, depth: u32) -> plugin_api::Result<u64> {
+/// Rounds of a long row, fewer where the target is slow.
+fn affordable(subject: &Subject, stage: &Stage) -> plugin_api::Result<usize> {
+    const TRIED: usize = 5;
+    let begun = Instant::now();
+    growth(stage, DEPTH, TRIED)?;
+    let round = begun.elapsed() / TRIED as u32;
+    // Two such rows, and as much again for those that come and go.
+    let left = subject.until.saturating_duration_since(Instant::now()) / 4;
+    let count = left.as_secs_f64() / round.as_secs_f64().max(1e-6);
+    Ok((count as usize).clamp(TRIED, LONG))
+}
+
+/// What a row's memory grows by, the target's included, in so many rounds of one token.
+fn growth(stage: &Stage, depth: u32, rounds: usize) -> plugin_api::Result<u64> {
     let depth = depth.min(stage.depth());
     let mut group = stage.open(vec![Row::new(9, 16, stage.vocab())])?;
     group.remembers = false;
     group.finish_prompts()?;
     group.round(&[stage.depth()], &[0])?;
     let before = plugin_api::memory_used();
-    for _ in 0..LONG {
+    for _ in 0..rounds {
         match depth {
             0 => group.plain(1)?,
             depth => {
