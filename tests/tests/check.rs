@@ -1,21 +1,21 @@
 //! What `mlxhost plugins check` says of plugins that keep the rules, and of those that don't.
 
+use std::path::Path;
 use std::process::Output;
 
-use mlxhost_tests::cases::{Copy, assert_refused, stderr};
+use mlxhost_tests::cases::{Copy, altered_library, assert_refused, stderr};
 use mlxhost_tests::decoding::{PAIRS, Pair};
 use mlxhost_tests::{checkpoint, plugin, run};
 use serde_json::Value;
 
-fn check(name: &str, args: &[&str]) -> Output {
-    let library = plugin(name);
+fn check(library: &Path, args: &[&str]) -> Output {
     let library = library.to_str().unwrap();
     run(&[&["plugins", "check", library], args].concat())
 }
 
 /// Its reports, and its exit code.
 fn reports(name: &str, args: &[&str]) -> (Vec<(String, String, String)>, Option<i32>) {
-    let output = check(name, &[args, &["--json"]].concat());
+    let output = check(&plugin(name), &[args, &["--json"]].concat());
     let sheet: Value = serde_json::from_slice(&output.stdout)
         .unwrap_or_else(|_| panic!("no JSON: {}", stderr(&output)));
     assert_eq!(sheet["plugin"], name);
@@ -206,6 +206,36 @@ fn a_plugin_that_makes_no_drafter_says_so_once() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn allocators_and_static_thread_locals_are_seen_in_the_file() {
+    use object::{Object, ObjectSection};
+    let only = ["--only", "self-contained"];
+    let says = |path: &Path, says: &str| {
+        let output = check(path, &only);
+        let text = mlxhost_tests::cases::text(&output);
+        assert!(
+            text.starts_with("warning ") && text.contains(says),
+            "{text}"
+        );
+    };
+    let ngram = plugin("ngram");
+    let (_dir, path) = altered_library(&ngram, |bytes| bytes.extend(b"<jemalloc>: out of memory"));
+    says(&path, "it brings jemalloc");
+    let (_dir, path) = altered_library(&ngram, |bytes| {
+        let range = {
+            let file = object::File::parse(&**bytes).expect("a library");
+            let section = file.section_by_name(".dynamic");
+            section.and_then(|s| s.file_range()).expect("dynamic")
+        };
+        let entries = &mut bytes[range.0 as usize..(range.0 + range.1) as usize];
+        let mut entries = entries.chunks_exact_mut(16);
+        let flags = entries.find(|entry| entry[..8] == 30u64.to_le_bytes());
+        flags.expect("DT_FLAGS")[8] |= 0x10;
+    });
+    says(&path, "DF_STATIC_TLS");
+}
+
+#[test]
 fn a_life_that_failed_is_repeated_by_its_seed() {
     let crowd = ["--drafter-option", "behave=crowd"];
     let (fuzzed, _) = reports("hostile", &[&crowd[..], &["--only", "fuzz"]].concat());
@@ -236,7 +266,10 @@ fn tests_are_listed_with_what_they_check() {
 
 #[test]
 fn reports_are_lines_and_a_sum() {
-    let output = check("ngram", &["--only", "slots", "--only", "acceptance"]);
+    let output = check(
+        &plugin("ngram"),
+        &["--only", "slots", "--only", "acceptance"],
+    );
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let text = String::from_utf8(output.stdout).unwrap();
     let lines: Vec<&str> = text.lines().collect();
@@ -245,7 +278,7 @@ fn reports_are_lines_and_a_sum() {
     let sum = "ngram: 1 passed, 0 warning, 1 skipped, 0 failed, 0 crashed";
     assert_eq!(lines[2..], [sum]);
     let failed = ["--drafter-option", "behave=error-draft", "--only", "slots"];
-    let output = check("hostile", &failed);
+    let output = check(&plugin("hostile"), &failed);
     assert_eq!(output.status.code(), Some(1));
     assert_eq!(
         stderr(&output),

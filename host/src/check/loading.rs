@@ -29,11 +29,7 @@ pub(super) fn gates(subject: &Subject) -> Outcome {
 
 /// What other allocators leave in a library: names of functions, and texts that stay when names are stripped.
 const ALLOCATORS: [(&str, &[&str], &str); 3] = [
-    (
-        "jemalloc",
-        &["_rjem_", "je_malloc", "je_free"],
-        "<jemalloc>",
-    ),
+    ("jemalloc", &["rjem_", "je_malloc", "je_free"], "<jemalloc>"),
     ("mimalloc", &["mi_malloc", "mi_free"], "mimalloc: "),
     ("snmalloc", &["sn_malloc", "sn_rust_alloc"], "snmalloc"),
 ];
@@ -47,11 +43,8 @@ pub(super) fn self_contained(subject: &Subject) -> Outcome {
     let defined: Vec<&str> = defined.filter_map(|symbol| symbol.name().ok()).collect();
     let mut notes = Vec::new();
     for (name, functions, text) in ALLOCATORS {
-        let has_function = defined.iter().any(|symbol| {
-            let symbol = symbol.trim_start_matches('_');
-            let is = |function: &&str| symbol.starts_with(function.trim_start_matches('_'));
-            functions.iter().any(|function| is(&function))
-        });
+        let mut names = defined.iter().map(|name| name.trim_start_matches('_'));
+        let has_function = names.any(|name| functions.iter().any(|f| name.starts_with(f)));
         if has_function || contains(bytes, text.as_bytes()) {
             notes.push(format!(
                 "it brings {name}: several plugins that do break each other's thread-locals on some systems"
