@@ -39,6 +39,9 @@ pub(super) fn acceptance(subject: &Subject) -> Outcome {
             vocabularies(subject, &checkpoint, &mut notes);
         }
     }
+    if usual.share() >= FEW && !notes.is_empty() {
+        notes.insert(0, usual.to_string());
+    }
     Ok(Finding::noting(notes, usual.to_string()))
 }
 

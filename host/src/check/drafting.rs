@@ -2,8 +2,9 @@
 
 use plugin_api::sampling::Sampling;
 
+use super::group::Group;
 use super::report::{Broken, Finding, Outcome};
-use super::stage::{Event, Group, Random, Row, Stage};
+use super::stage::{Event, Random, Row, Stage};
 use super::subject::Subject;
 
 /// Rounds for each thing to try.

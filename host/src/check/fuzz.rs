@@ -2,8 +2,9 @@
 
 use plugin_api::{Error, Result};
 
+use super::group::Group;
 use super::report::{Broken, Finding, Outcome};
-use super::stage::{Group, Kept, Random, Row, Stage};
+use super::stage::{Kept, Random, Row, Stage};
 use super::subject::Subject;
 
 /// Seeds that are tried when none is named, and calls of each.

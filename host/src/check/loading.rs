@@ -4,8 +4,9 @@ use object::{Object, ObjectSection, ObjectSymbol};
 use plugin_api::abi::FaultCode;
 use plugin_api::{Error, RowState, TargetFacts};
 
+use super::group::Told;
 use super::report::{Broken, Finding, Outcome};
-use super::stage::{Row, Stage, Told};
+use super::stage::{Row, Stage};
 use super::subject::Subject;
 use super::target;
 use crate::plugin::{Drafter, Library};

@@ -6,6 +6,7 @@
 mod doctor;
 mod drafting;
 mod fuzz;
+mod group;
 mod loading;
 mod moving;
 mod report;

@@ -1,5 +1,7 @@
 //! Tests of rows that leave, join and go on elsewhere.
 
+use plugin_api::abi::FaultCode;
+
 use super::report::{Finding, Outcome};
 use super::stage::{Kept, Row, Stage};
 use super::subject::Subject;
@@ -87,9 +89,30 @@ pub(super) fn joining(subject: &Subject) -> Outcome {
     group.round(&[depth; 4], &[0, 3, 1, 0])?;
     group.round(&[depth; 4], &[1, 0, 0, 2])?;
     stage.each_alone(&group)?;
-    Ok(Finding::Passed(
-        "three joins, four rows at the end".to_owned(),
-    ))
+    let odd = odd_join(&stage)?;
+    Ok(Finding::Passed(format!(
+        "three joins, four rows at the end; rows without a prompt are {odd}"
+    )))
+}
+
+/// Rows that nothing was told yet join rows that draft. Whoever refuses that must be as before.
+fn odd_join(stage: &Stage) -> plugin_api::Result<&'static str> {
+    let depth = stage.depth();
+    let mut group = stage.begun(64, 2)?;
+    group.round(&[depth; 2], &[1, 0])?;
+    let fresh = stage.open(vec![Row::new(65, 8, stage.vocab())])?;
+    match group.rows().append(fresh.into_rows()) {
+        Ok(()) => Ok("taken in"),
+        Err(error) if error.code() == FaultCode::PANICKED => {
+            Err(error.context("append of rows without a prompt"))
+        }
+        Err(_) => {
+            group.round(&[depth; 2], &[0, 2])?;
+            group.round(&[depth; 2], &[1, 1])?;
+            stage.each_alone(&group)?;
+            Ok("refused, and nothing changes")
+        }
+    }
 }
 
 pub(super) fn resuming(subject: &Subject) -> Outcome {
