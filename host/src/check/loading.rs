@@ -52,6 +52,10 @@ pub(super) fn self_contained(subject: &Subject) -> Outcome {
             ));
         }
     }
+    // What rustc calls the hook of a #[global_allocator], where names were not stripped.
+    if defined.iter().any(|name| name.contains("__rg_alloc")) {
+        notes.push("it has a #[global_allocator] of its own".to_owned());
+    }
     if defined
         .iter()
         .any(|name| matches!(*name, "malloc" | "free"))
