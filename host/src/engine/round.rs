@@ -101,17 +101,16 @@ impl Group {
             row.processed += kept as usize;
         }
         if self.drafting.max_depth() > 0 {
+            let mut costs = self.method.costs.borrow_mut();
             for ((row, &asked), &got) in self.rows.iter_mut().zip(&depths).zip(&drafted) {
                 if asked > 0 {
                     let accepted = row.stats.rounds.last().map_or(0, |round| round.accepted);
                     row.acceptance.record(got as usize, accepted);
+                    costs.learn(got as usize, accepted);
                 }
             }
             let depth = drafted.iter().copied().max().unwrap_or(0);
-            self.method
-                .costs
-                .borrow_mut()
-                .record(rows, depth, begun.elapsed());
+            costs.record(rows, depth, begun.elapsed());
         }
         self.drop_finished(&finished);
         Ok(())
