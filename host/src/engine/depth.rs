@@ -97,6 +97,10 @@ pub struct Costs {
     usual: Acceptance,
     /// Seconds that trials may lose.
     budget: f64,
+    /// Seconds that a drafter takes to hear of a token late.
+    catching_up: f64,
+    /// The depth that is tried once more: the first time, the drafter had to catch up.
+    again: Option<u32>,
     /// Rounds until the next trial, and after it.
     until_trial: u32,
     interval: u32,
@@ -150,6 +154,8 @@ impl Costs {
                 .filter(Acceptance::is_sensible)
                 .unwrap_or_default(),
             budget: 0.0,
+            catching_up: 0.0,
+            again: None,
             until_trial: TRIALS.0,
             interval: TRIALS.0,
             trials: 0,
@@ -177,10 +183,17 @@ impl Costs {
         }
     }
 
-    /// A round of some rows took so long with drafts of at most `depth` tokens.
-    pub fn record(&mut self, rows: usize, depth: u32, took: Duration) {
+    /// A round of some rows took so long with drafts of at most `depth` tokens, before which the drafter was
+    /// told of `caught_up` tokens late.
+    pub fn record(&mut self, rows: usize, depth: u32, took: Duration, caught_up: usize) {
         let seconds = took.as_secs_f64();
         self.budget = (self.budget + TRIAL_LOSS * seconds).min(TRIAL_LOSS * SAVED_UP);
+        if caught_up > 4 * rows {
+            let extra = (seconds - self.cost(rows, depth)).max(0.0) / caught_up as f64;
+            self.catching_up += (extra - self.catching_up) * 0.3;
+            self.again = Some(depth);
+            return;
+        }
         let time = self
             .known
             .entry((rows, depth))
@@ -200,9 +213,12 @@ impl Costs {
         self.usual.record(drafted, accepted);
     }
 
-    /// The depth for the next round of some rows, at most `limit`.
-    pub fn choose(&mut self, rows: &[&Acceptance], limit: u32) -> u32 {
+    /// The depth for the next round of some rows, at most `limit`; a drafter has not heard of `behind` tokens.
+    pub fn choose(&mut self, rows: &[&Acceptance], limit: u32, behind: usize) -> u32 {
         let limit = limit.min(DEEPEST);
+        if let Some(depth) = self.again.take().filter(|depth| *depth <= limit) {
+            return depth;
+        }
         let count = rows.len();
         let measured = |rows, depth| self.known.get(&(rows, depth)).map_or(0, |time| time.count);
         // Everything else is guessed from the cost of a token and, with however many rows, of a check.
@@ -239,7 +255,10 @@ impl Costs {
         } else {
             other
         };
-        let loss = self.cost(count, other) * (1.0 - self.speed(rows, other) / most).max(0.0);
+        let mut loss = self.cost(count, other) * (1.0 - self.speed(rows, other) / most).max(0.0);
+        if other > 0 && behind > 4 * count {
+            loss = 2.0 * loss + self.catching_up * behind as f64;
+        }
         if loss > self.budget {
             return best;
         }
@@ -320,7 +339,7 @@ mod tests {
         let mut row = Acceptance::default();
         let mut depths = Vec::new();
         for round in 0..1000 {
-            let depth = costs.choose(&[&row], 12);
+            let depth = costs.choose(&[&row], 12, 0);
             if depth > 0 {
                 let accepted = (0..depth as usize)
                     .take_while(|i| right(round * 31 + i * 7))
@@ -328,7 +347,7 @@ mod tests {
                 row.record(depth as usize, accepted);
                 costs.learn(depth as usize, accepted);
             }
-            costs.record(1, depth, Duration::from_secs_f64(cost(depth)));
+            costs.record(1, depth, Duration::from_secs_f64(cost(depth)), 0);
             depths.push(depth);
         }
         depths.split_off(400)
@@ -377,7 +396,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("costs").join("a.json");
         let mut costs = Costs::load(Some(file.clone()));
-        costs.record(2, 3, Duration::from_millis(7));
+        costs.record(2, 3, Duration::from_millis(7), 0);
         costs.save();
         assert_eq!(Costs::load(Some(file.clone())).cost(2, 3), 0.007);
         for text in [
