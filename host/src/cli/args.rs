@@ -126,7 +126,7 @@ impl PrefixArgs {
 }
 
 /// What computes.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub struct ModelArgs {
     #[command(flatten)]
     pub plugins: PluginPaths,
@@ -159,6 +159,9 @@ pub struct ModelArgs {
     /// Decode without drafts.
     #[arg(long, help_heading = "Models")]
     pub no_draft: bool,
+    /// When the file of the plugin that drafts changes, take the new build for the requests that come then.
+    #[arg(long, conflicts_with = "no_draft", help_heading = "Models")]
+    pub watch: bool,
 
     #[command(flatten)]
     pub kv: KvArgs,
@@ -264,7 +267,7 @@ impl BatchArgs {
 }
 
 /// How a CPU computes.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub struct Compute {
     /// Threads of the CPU kernels [default: as many as the machine has cores].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Computing")]
@@ -426,7 +429,7 @@ pub enum StoredNorms {
     AsUsed,
 }
 
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub struct PluginPaths {
     /// A plugin's library. Repeatable; the first that serves the drafter is used, if --drafter-plugin names
     /// none.

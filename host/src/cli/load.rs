@@ -18,6 +18,7 @@ use sha2::{Digest, Sha256};
 
 use super::args::{ModelArgs, PluginPaths};
 use super::error::CliError;
+use super::swap::Watch;
 
 /// The bundled target and its drafters, below a `models` directory.
 const BUNDLED_MODEL: &str = "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf";
@@ -28,7 +29,9 @@ const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Everything that answers need.
 pub struct Loaded {
-    pub engine: Engine,
+    /// Declared first: it ends before the engine.
+    _watch: Option<Watch>,
+    pub engine: Arc<Engine>,
     pub tokenizer: Option<Arc<Tokenizer>>,
     pub defaults: GenerationDefaults,
 }
@@ -48,10 +51,7 @@ pub fn load(args: &ModelArgs, needs: Needs) -> Result<Loaded, CliError> {
     args.compute.apply();
     let kv = args.kv.config()?;
     let registry = registry(&args.plugins)?;
-    let (model, bundled) = match &args.model {
-        Some(path) => (path.clone(), false),
-        None => (bundled(BUNDLED_MODEL)?, true),
-    };
+    let (model, bundled) = target(args)?;
     let checkpoint = Arc::new(Checkpoint::open(&model)?);
     let tokenizer = tokenizer(&checkpoint, needs.ids_alone)?.map(Arc::new);
     let defaults = if model.is_dir() {
@@ -59,9 +59,18 @@ pub fn load(args: &ModelArgs, needs: Needs) -> Result<Loaded, CliError> {
     } else {
         GenerationDefaults::default()
     };
-    let mut sources: Vec<_> = drafter(args, &registry, &checkpoint, bundled)?
+    let only = args.drafter_plugin.as_deref();
+    let mut sources: Vec<_> = drafter(args, &registry, &checkpoint, bundled, only)?
         .into_iter()
         .collect();
+    let watched = sources
+        .first()
+        .map(|source| source.library.path().to_owned());
+    if args.watch && watched.is_none() {
+        return Err(CliError::input(
+            "--watch: there is no drafter whose plugin could change",
+        ));
+    }
     if needs.all_drafters && !sources.is_empty() {
         other_drafters(args, &registry, &checkpoint, &mut sources)?;
     }
@@ -85,10 +94,44 @@ pub fn load(args: &ModelArgs, needs: Needs) -> Result<Loaded, CliError> {
         move |bytes| progress.add(bytes)
     });
     progress.end();
+    let engine = Arc::new(engine?);
+    let watched = watched.filter(|_| args.watch);
     Ok(Loaded {
-        engine: engine?,
+        _watch: watched
+            .map(|path| Watch::start(args, &engine, &path))
+            .transpose()?,
+        engine,
         tokenizer,
         defaults,
+    })
+}
+
+/// The target, and whether it is the bundled one.
+fn target(args: &ModelArgs) -> Result<(PathBuf, bool), CliError> {
+    Ok(match &args.model {
+        Some(path) => (path.clone(), false),
+        None => (bundled(BUNDLED_MODEL)?, true),
+    })
+}
+
+/// What drafts with the plugin at `path` instead, with all else as the user said. Loads the library.
+pub fn replacement(args: &ModelArgs, path: &Path) -> Result<DrafterConfig, CliError> {
+    let mut registry = Registry::discover(&Search {
+        named: vec![path.to_owned()],
+        lock: lock_file(&args.plugins),
+        trust_writable: args.plugins.trust_writable_plugins,
+        ..Search::default()
+    })?;
+    if let Some(error) = registry.take_refusal_of_named() {
+        return Err(error.into());
+    }
+    let (model, bundled) = target(args)?;
+    let checkpoint = Checkpoint::open(&model)?;
+    let source = drafter(args, &registry, &checkpoint, bundled, None)?
+        .ok_or_else(|| CliError::input("this run decodes without drafts"))?;
+    Ok(DrafterConfig {
+        costs: costs(&model, &source, &args.kv.config()?),
+        source,
     })
 }
 
@@ -208,12 +251,13 @@ fn drafter(
     registry: &Registry,
     target: &Checkpoint,
     bundled_model: bool,
+    only: Option<&str>,
 ) -> Result<Option<DrafterSource>, CliError> {
     if args.no_draft || args.depth == Some(0) {
         return Ok(None);
     }
-    let is_asked_for = !args.drafter.is_empty() || args.drafter_plugin.is_some();
-    if registry.found().next().is_none() && args.drafter_plugin.is_none() {
+    let is_asked_for = !args.drafter.is_empty() || only.is_some();
+    if registry.found().next().is_none() && only.is_none() {
         let given = match (args.drafter.first(), args.drafter_option.first()) {
             (Some(_), _) => "a drafter",
             (None, Some(_)) => "an option for a drafter",
@@ -229,7 +273,6 @@ fn drafter(
         None if bundled_model => bundled_drafter(registry)?,
         None => None,
     };
-    let only = args.drafter_plugin.as_deref();
     let choice = match choose(registry, named.as_ref(), target, only) {
         Ok(choice) => choice,
         // Plugins that lie where they are looked for unasked need not serve every model.

@@ -14,6 +14,7 @@ mod log;
 mod output;
 mod plugins;
 mod prompt;
+mod swap;
 
 use std::process::ExitCode;
 

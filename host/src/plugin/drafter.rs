@@ -43,7 +43,7 @@ pub struct Drafter {
     default_depth: u32,
     max_depth: u32,
     /// Declared last: the tables above point into it.
-    _library: Option<Arc<Library>>,
+    library: Option<Arc<Library>>,
 }
 
 impl Drop for Drafter {
@@ -100,7 +100,7 @@ impl Drafter {
             donors: Vec::new(),
             default_depth: 0,
             max_depth: 0,
-            _library: library,
+            library,
         };
         let info = raw.table.info()(raw.this).into_result().map_err(fault)?;
         if info.max_depth == 0 {
@@ -163,6 +163,11 @@ impl Drafter {
     /// The plugin's name.
     pub fn plugin(&self) -> &str {
         &self.plugin
+    }
+
+    /// SHA-256 of its plugin's library; empty for one that is linked into this program.
+    pub fn build(&self) -> &str {
+        self.library.as_ref().map_or("", |library| library.digest())
     }
 
     /// The drafter's own name.
