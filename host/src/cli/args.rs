@@ -141,6 +141,14 @@ pub struct ModelArgs {
     /// are for the requests of a batch that name their plugin.
     #[arg(long, value_name = "DIR", help_heading = "Models")]
     pub drafter: Vec<PathBuf>,
+    /// The plugin that drafts, by its name, where several could.
+    #[arg(
+        long,
+        value_name = "NAME",
+        conflicts_with = "no_draft",
+        help_heading = "Models"
+    )]
+    pub drafter_plugin: Option<String>,
     /// An option of the (first) drafter; `plugins inspect` lists them. Repeatable.
     #[arg(long, value_name = "KEY=VALUE", value_parser = key_value, help_heading = "Models")]
     pub drafter_option: Vec<(String, String)>,
@@ -329,9 +337,18 @@ pub enum PluginsCommand {
     List {
         #[command(flatten)]
         paths: PluginPaths,
+        /// Tell of every place that was searched, and what became of every file.
+        #[arg(long)]
+        explain: bool,
         /// Print JSON.
         #[arg(long)]
         json: bool,
+    },
+    /// Allow the plugins that a run with these options would have, as they are now, and no others: their
+    /// SHA-256 digests go into a lock file. Deleting that file allows all again.
+    Lock {
+        #[command(flatten)]
+        paths: PluginPaths,
     },
     /// Say what a plugin is and whether this host can load it, without running it.
     Inspect {
@@ -417,12 +434,21 @@ pub enum StoredNorms {
 
 #[derive(clap::Args)]
 pub struct PluginPaths {
-    /// A plugin's library. Repeatable; the first that serves the drafter is used.
+    /// A plugin's library. Repeatable; the first that serves the drafter is used, if --drafter-plugin names
+    /// none.
     #[arg(long, value_name = "PATH", help_heading = "Plugins")]
     pub plugin: Vec<PathBuf>,
-    /// A directory of plugins. Repeatable. MLXHOST_PLUGIN_PATH holds more, separated by colons.
+    /// A directory of plugins. Repeatable. Searched after these: MLXHOST_PLUGIN_PATH (files and directories,
+    /// separated by colons), ~/.local/share/mlxhost/plugins, and lib/mlxhost/plugins of the installation.
     #[arg(long, value_name = "DIR", help_heading = "Plugins")]
     pub plugin_dir: Vec<PathBuf>,
+    /// The file of the plugins that may be loaded; where it exists, no others are. `plugins lock` writes it
+    /// [default: ~/.local/share/mlxhost/plugins.lock].
+    #[arg(long, value_name = "FILE", help_heading = "Plugins")]
+    pub plugin_lock: Option<PathBuf>,
+    /// Take plugins, too, that anyone on this machine may write to or replace.
+    #[arg(long, help_heading = "Plugins")]
+    pub trust_writable_plugins: bool,
 }
 
 fn probability(text: &str) -> Result<f32, String> {
