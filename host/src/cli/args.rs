@@ -9,6 +9,7 @@ use mlxhost::kernels::{self, pool};
 use mlxhost::prefix::PrefixConfig;
 
 use super::kv::KvArgs;
+use super::new::{self, NewArgs};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -22,6 +23,8 @@ Examples:
       Many requests, several at a time; an interrupted run goes on where it stopped.
   mlxhost plugins inspect plugins/ngram.so
       What a plugin is, without running it.
+  mlxhost plugins new my_drafter
+      The crate of a drafter of your own, to begin with.
   mlxhost drafter split --from Qwen3.5-0.8B --out qwen3.5-0.8b-mtp --bits 4
       The drafter inside a full checkpoint, as a small directory of its own.
 
@@ -46,7 +49,7 @@ pub enum Command {
     Bench(BenchArgs),
     /// Write a model's logits and hidden states to a file, to compare with other engines.
     Eval(EvalArgs),
-    /// Look at plugins.
+    /// Look at plugins, and begin new ones.
     Plugins(PluginsArgs),
     /// Look at drafters, and take them out of full checkpoints.
     Drafter(DrafterArgs),
@@ -330,6 +333,9 @@ pub struct PluginsArgs {
 
 #[derive(Subcommand)]
 pub enum PluginsCommand {
+    /// Write the crate of a new plugin, which builds and drafts as it is.
+    #[command(after_help = new::HELP)]
+    New(NewArgs),
     /// List the plugins that a run with these options would have.
     List {
         #[command(flatten)]

@@ -11,6 +11,7 @@ mod generate;
 mod kv;
 mod load;
 mod log;
+mod new;
 mod output;
 mod plugins;
 mod prompt;

@@ -5,11 +5,12 @@ use serde_json::{Value, json};
 
 use super::args::{PluginPaths, PluginsArgs, PluginsCommand};
 use super::error::CliError;
-use super::{load, output};
+use super::{load, new, output};
 
 /// Lists or inspects plugins.
 pub fn run(args: &PluginsArgs) -> Result<(), CliError> {
     match &args.command {
+        PluginsCommand::New(args) => new::run(args),
         PluginsCommand::List {
             paths,
             explain,
