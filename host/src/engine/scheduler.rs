@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
+use std::time::Instant;
 
 use super::group::{Group, chunks};
 use super::method::{Method, Methods};
@@ -86,8 +87,11 @@ impl Scheduler {
         match command {
             Command::Serve(submissions) => self.enqueue(submissions),
             Command::Swap(drafter, report) => {
+                let begun = Instant::now();
+                let outcome = self.methods.swap(&self.target, &drafter);
+                tracing::debug!("a swap took {:.1?} between two rounds", begun.elapsed());
                 // Whoever asked may have gone.
-                let _ = report.send(self.methods.swap(&self.target, &drafter));
+                let _ = report.send(outcome);
             }
         }
     }
