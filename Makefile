@@ -103,7 +103,7 @@ install: model build ## program, plugins, libmlx and demo model below PREFIX
 	  install -m 644 models/$$dir/*.json* models/$$dir/*.safetensors "$$to/"; \
 	  install -m 644 models/$$dir/../LICENSE models/$$dir/../NOTICE "$$to/../"; \
 	done
-	@echo 'Installed. For the plugins: --plugin-dir $(PREFIX)/lib/mlxhost/plugins, or MLXHOST_PLUGIN_PATH.'
+	@echo 'Installed. The plugins in $(PREFIX)/lib/mlxhost/plugins are found by themselves.'
 
 clean: ## remove what was built (not the fetched model, nor the MLX cache)
 	$(CARGO) clean

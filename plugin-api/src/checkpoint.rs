@@ -152,6 +152,19 @@ impl Checkpoint {
 }
 
 /// A prefix into a checkpoint, from which layers take their tensors.
+///
+/// ```no_run
+/// use std::rc::Rc;
+///
+/// use plugin_api::layers::RmsNorm;
+/// use plugin_api::{Checkpoint, DType, Result, Weights};
+///
+/// /// The norm `layers.0.norm`, in bf16.
+/// fn norm(checkpoint: Checkpoint, hidden: i32) -> Result<RmsNorm> {
+///     let weights = Weights::new(Rc::new(checkpoint)).with_dtype(DType::BF16);
+///     RmsNorm::load(&weights.child("layers").child(0).child("norm"), hidden, 1e-6)
+/// }
+/// ```
 #[derive(Clone)]
 pub struct Weights {
     checkpoint: Rc<Checkpoint>,

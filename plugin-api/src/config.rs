@@ -8,6 +8,20 @@ use crate::error::{Error, Result};
 const MAX_SIZE: i64 = 1 << 26;
 
 /// A JSON object and where it came from.
+///
+/// ```
+/// use plugin_api::Config;
+///
+/// let text = r#"{"hidden_size": 576, "rope_theta": 1e4, "layers": 0}"#;
+/// let config = Config::parse(text, "head/config.json")?;
+/// assert_eq!(config.size("hidden_size")?, 576);
+/// assert_eq!(config.opt_float("rope_theta")?, Some(1e4));
+/// assert_eq!(config.opt_bool("tied")?, None);
+/// // Errors name the file and the key.
+/// let error = config.size("layers").unwrap_err();
+/// assert!(error.message().starts_with("head/config.json: `layers` is 0"));
+/// # Ok::<(), plugin_api::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Config {
     value: Value,

@@ -9,6 +9,69 @@ use crate::target::{Target, TargetFacts};
 use crate::tensor::Tensor;
 
 /// A loaded drafter: its config and its weights, shared by all groups of rows.
+///
+/// The host calls [`load`](Drafter::load), [`info`](Drafter::info) and [`pair`](Drafter::pair) once, in this order,
+/// then [`open`](Drafter::open) for each group. All rows are dropped before the drafter.
+///
+/// ```no_run
+/// use std::rc::Rc;
+///
+/// use plugin_api::layers::Linear;
+/// use plugin_api::{
+///     Checkpoint, Drafter, DrafterInfo, Options, Result, RowSpec, Shared, Tap, Target, TargetFacts,
+///     Weights,
+/// };
+/// # use plugin_api::{Advance, DraftRequest, DraftRows, Drafts};
+/// # struct Rows(Rc<Linear>, usize);
+/// # impl DraftRows for Rows {
+/// #     fn prefill(&mut self, _: &Advance<'_>) -> Result<()> { Ok(()) }
+/// #     fn draft(&mut self, _: &DraftRequest<'_>) -> Result<Drafts> { Drafts::from_lists(&[]) }
+/// #     fn commit(&mut self, _: &Advance<'_>) -> Result<()> { Ok(()) }
+/// #     fn filter_rows(&mut self, _: &[usize]) -> Result<()> { Ok(()) }
+/// #     fn append(&mut self, _: Self) -> Result<()> { Ok(()) }
+/// #     fn row_count(&self) -> usize { self.1 }
+/// # }
+///
+/// /// A head of one matrix. Its config is read, its weights follow with the first rows.
+/// struct Head {
+///     checkpoint: Rc<Checkpoint>,
+///     hidden: i32,
+///     matrix: Shared<Linear>,
+/// }
+///
+/// impl Drafter for Head {
+///     type Rows = Rows;
+///
+///     fn load(checkpoint: Option<Checkpoint>, _options: &mut Options) -> Result<Self> {
+///         let checkpoint = Checkpoint::needed(checkpoint, "head")?;
+///         let hidden = checkpoint.config()?.size("hidden_size")?;
+///         checkpoint.require_tensors(["fc.weight".to_owned()])?;
+///         Ok(Self { checkpoint: Rc::new(checkpoint), hidden, matrix: Shared::default() })
+///     }
+///
+///     fn info(&self) -> DrafterInfo {
+///         DrafterInfo {
+///             name: "head".into(),
+///             weight_bytes: self.checkpoint.bytes("fc."),
+///             taps: vec![Tap::FINAL],
+///             donors: Vec::new(),
+///             default_depth: 1,
+///             max_depth: 4,
+///         }
+///     }
+///
+///     fn pair(&self, target: &TargetFacts) -> Result<()> {
+///         let path = self.checkpoint.path();
+///         target.require(path, "hidden size", self.hidden, target.hidden_size)
+///     }
+///
+///     fn open(&mut self, _: Target, facts: &TargetFacts, rows: &[RowSpec]) -> Result<Rows> {
+///         let weights = Weights::new(self.checkpoint.clone()).with_dtype(facts.dtype);
+///         let load = || Linear::load(&weights.child("fc"), self.hidden, self.hidden).map(Rc::new);
+///         Ok(Rows(self.matrix.get_or_load(load)?, rows.len()))
+///     }
+/// }
+/// ```
 pub trait Drafter: Sized + 'static {
     /// A group of rows that it drafts for.
     type Rows: DraftRows;
@@ -49,7 +112,53 @@ pub struct DrafterInfo {
 
 /// Drafting for a group of rows that stand at different places. A single request is a group of one.
 ///
-/// An error ends drafting for the group: its requests go on without.
+/// An error ends drafting for the group: its requests go on without. After a panic the group is only dropped.
+///
+/// A drafter on token ids, with what it keeps of each row in one place:
+///
+/// ```no_run
+/// use plugin_api::{Advance, DraftRequest, DraftRows, Drafts, Error, Result};
+///
+/// /// Drafts each row's last processed token once more.
+/// struct Rows(Vec<Option<i32>>);
+///
+/// impl DraftRows for Rows {
+///     fn prefill(&mut self, advance: &Advance<'_>) -> Result<()> {
+///         for (last, row) in self.0.iter_mut().zip(&advance.rows) {
+///             // A row without news stays as it is.
+///             *last = row.tokens.last().copied().or(*last);
+///         }
+///         Ok(())
+///     }
+///
+///     fn draft(&mut self, request: &DraftRequest<'_>) -> Result<Drafts> {
+///         let rows = self.0.iter().zip(request.depths);
+///         let lists: Vec<Vec<i32>> = rows
+///             .map(|(last, &depth)| last.iter().copied().take(depth as usize).collect())
+///             .collect();
+///         Drafts::from_lists(&lists)
+///     }
+///
+///     fn commit(&mut self, advance: &Advance<'_>) -> Result<()> {
+///         self.prefill(advance)
+///     }
+///
+///     fn filter_rows(&mut self, keep: &[usize]) -> Result<()> {
+///         let kept: Option<Vec<_>> = keep.iter().map(|&row| self.0.get(row).copied()).collect();
+///         self.0 = kept.ok_or_else(|| Error::failed("a row that does not exist cannot be kept"))?;
+///         Ok(())
+///     }
+///
+///     fn append(&mut self, other: Self) -> Result<()> {
+///         self.0.extend(other.0);
+///         Ok(())
+///     }
+///
+///     fn row_count(&self) -> usize {
+///         self.0.len()
+///     }
+/// }
+/// ```
 pub trait DraftRows: Sized + 'static {
     /// A part of the prompt was processed by the target.
     fn prefill(&mut self, advance: &Advance<'_>) -> Result<()>;
@@ -167,7 +276,35 @@ impl Drafts {
 
 /// The simple form, for drafters without tensors: one request, token ids in and out.
 ///
-/// [`SourceRows`] makes a group of it.
+/// [`SourceRows`] makes a group of it. Tokens are told once, in order, without gaps.
+///
+/// ```
+/// use plugin_api::{DraftSource, Result};
+///
+/// /// Drafts that the text begins anew.
+/// #[derive(Default)]
+/// struct Again(Vec<i32>);
+///
+/// impl DraftSource for Again {
+///     fn prefill(&mut self, tokens: &[i32]) -> Result<()> {
+///         self.0.extend(tokens);
+///         Ok(())
+///     }
+///
+///     fn draft(&mut self, depth: usize) -> Result<Vec<i32>> {
+///         Ok(self.0.iter().take(depth).copied().collect())
+///     }
+///
+///     fn commit(&mut self, tokens: &[i32], _accepted: usize) -> Result<()> {
+///         self.prefill(tokens)
+///     }
+/// }
+///
+/// let mut source = Again::default();
+/// source.prefill(&[1, 2, 3])?;
+/// assert_eq!(source.draft(2)?, [1, 2]);
+/// # Ok::<(), plugin_api::Error>(())
+/// ```
 pub trait DraftSource: 'static {
     /// More tokens of the prompt are known; the last call's last token is the pending one.
     fn prefill(&mut self, tokens: &[i32]) -> Result<()>;

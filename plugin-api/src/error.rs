@@ -8,6 +8,18 @@ use crate::abi::{Fault, FaultCode};
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why something failed: a kind and a message for the user.
+///
+/// The kind decides how the host goes on: [`Error::invalid`] and [`Error::mismatch`] say that the user named the
+/// wrong thing, the others that something broke.
+///
+/// ```
+/// use plugin_api::Error;
+/// use plugin_api::abi::FaultCode;
+///
+/// let error = Error::invalid("`hidden_size` is missing").context("head/config.json");
+/// assert_eq!(error.code(), FaultCode::INVALID);
+/// assert_eq!(error.to_string(), "head/config.json: `hidden_size` is missing");
+/// ```
 #[derive(Clone, Debug)]
 pub struct Error {
     code: FaultCode,

@@ -10,6 +10,7 @@ use crate::abi::{self, Fault, FaultCode, RawProvider, RawRows, Reply};
 use crate::checkpoint::Checkpoint;
 use crate::drafter::{Advance, Donor, DraftRequest, DraftRows, Drafter, RowAdvance};
 use crate::error::{Error, Result};
+use crate::forward;
 use crate::guard;
 use crate::options::Options;
 use crate::state::RowState;
@@ -99,9 +100,11 @@ impl<D: Drafter> Tables<D> {
         abi::PluginModuleRef(Self::MODULE.as_prefix())
     }
 
-    /// The root module of a loaded library, whose panics are then reported through faults alone.
-    pub fn exported_module() -> abi::PluginModuleRef {
+    /// The root module of a loaded library, whose panics are then reported through faults alone, and whose
+    /// lines go to the host's log under the plugin's name. `module` is a path inside the plugin's crate.
+    pub fn exported_module(name: &'static str, module: &'static str) -> abi::PluginModuleRef {
         guard::capture_panics();
+        forward::install(name, module);
         Self::module()
     }
 }
@@ -311,17 +314,73 @@ pub const fn plain(text: &str) -> &str {
 
 /// Makes a `cdylib` crate a plugin: embeds its manifest and exports its root module.
 ///
-/// ```ignore
-/// plugin_api::export_plugin! {
-///     drafter: MyDrafter,
-///     name: "my-drafter",
-///     families: ["my_model_type"],
-///     options: { "window": "how far to look back, default 64" },
+/// `name` is what messages and `mlxhost plugins` call it: letters, digits, `-`, `_` and `.`. `families` are the
+/// `model_type`s of the drafter checkpoints that it serves; none: it needs no checkpoint. `options` are the keys
+/// of `--drafter-option` with a line of help each. None of these texts may have quotes or backslashes.
+///
+/// A library can be one plugin only.
+///
+/// ```standalone_crate
+/// use plugin_api::{
+///     Checkpoint, DraftSource, Drafter, DrafterInfo, Options, Result, RowSpec, SourceRows, Target,
+///     TargetFacts, export_plugin,
+/// };
+///
+/// /// Drafts the last token once more.
+/// struct Echo;
+///
+/// impl Drafter for Echo {
+///     type Rows = SourceRows<Last>;
+///
+///     fn load(_checkpoint: Option<Checkpoint>, _options: &mut Options) -> Result<Self> {
+///         Ok(Self)
+///     }
+///
+///     fn info(&self) -> DrafterInfo {
+///         DrafterInfo {
+///             name: "echo".into(),
+///             weight_bytes: 0,
+///             taps: Vec::new(),
+///             donors: Vec::new(),
+///             default_depth: 1,
+///             max_depth: 1,
+///         }
+///     }
+///
+///     fn pair(&self, _target: &TargetFacts) -> Result<()> {
+///         Ok(())
+///     }
+///
+///     fn open(&mut self, _: Target, _: &TargetFacts, rows: &[RowSpec]) -> Result<Self::Rows> {
+///         Ok(SourceRows::new(rows.iter().map(|_| Last(None))))
+///     }
+/// }
+///
+/// /// The last token of a request.
+/// struct Last(Option<i32>);
+///
+/// impl DraftSource for Last {
+///     fn prefill(&mut self, tokens: &[i32]) -> Result<()> {
+///         self.0 = tokens.last().copied();
+///         Ok(())
+///     }
+///
+///     fn draft(&mut self, _depth: usize) -> Result<Vec<i32>> {
+///         Ok(Vec::from_iter(self.0))
+///     }
+///
+///     fn commit(&mut self, tokens: &[i32], _accepted: usize) -> Result<()> {
+///         self.prefill(tokens)
+///     }
+/// }
+///
+/// export_plugin! {
+///     drafter: Echo,
+///     name: "echo",
+///     families: [],
+///     options: {},
 /// }
 /// ```
-///
-/// `families` are the `model_type`s of the drafter checkpoints that it serves; `options` the keys
-/// of `--drafter-option` with a line of help each.
 #[macro_export]
 macro_rules! export_plugin {
     (
@@ -352,9 +411,9 @@ macro_rules! export_plugin {
                 $crate::abi::section_bytes(PARTS);
 
             extern "C" fn root() -> $crate::abi_stable::library::RootModuleResult {
-                $crate::abi_stable::library::__call_root_module_loader(
-                    $crate::export::Tables::<$drafter>::exported_module,
-                )
+                $crate::abi_stable::library::__call_root_module_loader(|| {
+                    $crate::export::Tables::<$drafter>::exported_module($name, module_path!())
+                })
             }
 
             // The name is abi::HEADER_SYMBOL.

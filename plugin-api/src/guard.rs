@@ -28,6 +28,13 @@ pub(crate) fn capture_panics() {
 /// Runs `body`; a panic in it comes back as its message.
 ///
 /// What `body` was changing may be left half done: the caller must not use it again.
+///
+/// ```
+/// use plugin_api::guard;
+///
+/// assert_eq!(guard::catch(|| 2 + 2), Ok(4));
+/// assert!(guard::catch(|| panic!("no row {}", 7)).unwrap_err().contains("no row 7"));
+/// ```
 pub fn catch<T>(body: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(body)).map_err(|payload| {
         let captured = LAST_PANIC.with_borrow_mut(Option::take);

@@ -7,6 +7,35 @@ use crate::tensor::Tensor;
 
 /// Ids that drafts are restricted to: a `draft_vocab.json` beside the weights, `{"ids": [..]}`, strictly
 /// ascending. Most tokens of a vocabulary are too rare to be worth their share of the head.
+///
+/// ```no_run
+/// use plugin_api::sampling::{self, Sampling};
+/// use plugin_api::{
+///     Checkpoint, DraftVocabulary, Result, Target, TargetFacts, TargetHead, Tensor,
+/// };
+///
+/// /// In `Drafter::pair`.
+/// fn pair(checkpoint: &Checkpoint, target: &TargetFacts) -> Result<()> {
+///     match DraftVocabulary::of(checkpoint)? {
+///         Some(vocabulary) => vocabulary.require(checkpoint.path(), target),
+///         None => Ok(()),
+///     }
+/// }
+///
+/// /// In `Drafter::open`.
+/// fn open(checkpoint: &Checkpoint, target: Target) -> Result<TargetHead> {
+///     TargetHead::open(target, DraftVocabulary::of(checkpoint)?.as_ref())
+/// }
+///
+/// /// In `DraftRows::draft`: `[B, 1]` token ids of hiddens `[B, 1, hidden]`.
+/// fn draw(head: &TargetHead, hidden: &Tensor, rows: &[Sampling], at: &[u32]) -> Result<Tensor> {
+///     let drawn = sampling::draw(&head.logits(hidden)?, rows, at)?;
+///     match head.ids() {
+///         Some(ids) => ids.take(&drawn, 0),
+///         None => Ok(drawn),
+///     }
+/// }
+/// ```
 #[derive(Clone, Debug)]
 pub struct DraftVocabulary(Vec<u32>);
 
@@ -30,6 +59,9 @@ impl DraftVocabulary {
     }
 
     /// Refuses one with ids that the target does not have.
+    ///
+    /// # Errors
+    /// The message has the id and the number of the target's tokens.
     pub fn require(&self, drafter: &str, target: &TargetFacts) -> Result<()> {
         match self.0.last() {
             Some(&id) if id >= target.vocab_size as u32 => Err(Error::mismatch(format!(

@@ -39,7 +39,10 @@ pub(crate) fn check(op: &str, ok: bool) -> Result<()> {
     if ok { Ok(()) } else { Err(op_error(op)) }
 }
 
-/// Writes a line to the host's log; the target is the calling crate's name.
+/// Writes a line to the host's log; the target is the calling crate's name. From any thread. Without a host, such
+/// as in a plugin's own tests, the line is dropped.
+///
+/// [`warn!`](crate::warn) and [`debug!`](crate::debug) write it in short.
 pub fn log(level: LogLevel, target: &str, message: &str) {
     if let Some(api) = HOST.get() {
         api.log()(level, target.into(), message.into());
@@ -52,6 +55,10 @@ pub fn memory_used() -> u64 {
 }
 
 /// Logs a warning through the host.
+///
+/// ```
+/// plugin_api::warn!("{} of {} tensors are not used", 2, 14);
+/// ```
 #[macro_export]
 macro_rules! warn {
     ($($arg:tt)*) => {
@@ -59,7 +66,11 @@ macro_rules! warn {
     };
 }
 
-/// Logs a line for developers through the host.
+/// Logs a line for developers through the host, shown with `MLXHOST_LOG=debug`.
+///
+/// ```
+/// plugin_api::debug!("drafting with {} ids", 8192);
+/// ```
 #[macro_export]
 macro_rules! debug {
     ($($arg:tt)*) => {

@@ -4,6 +4,8 @@
 //! depends on this crate alone: it never sees MLX, a model or a cache, only [`Tensor`]s whose ops
 //! the host provides, and the [`Target`]'s capabilities.
 //!
+//! `mlxhost plugins new NAME` writes a crate that drafts, to begin with.
+//!
 //! * To write a drafter without tensors, implement [`DraftSource`] and wrap it in [`SourceRows`];
 //!   with tensors, implement [`DraftRows`]. Either way implement [`Drafter`] and call
 //!   [`export_plugin!`].
@@ -11,8 +13,20 @@
 //! * [`layers`] has what models are made of; [`sampling`] the sampler that the target uses.
 //! * [`abi`] is the boundary itself, for hosts and for the curious.
 //!
-//! Everything runs on the host's engine thread. A panic or an error in a drafter costs its requests
-//! their speed, never their output.
+//! Everything runs on the host's engine thread, the log excepted. A panic or an error in a drafter costs its
+//! requests their speed, never their output.
+//!
+//! # Features
+//!
+//! * `log` (on by default): lines of the [`log`](https://docs.rs/log) crate, of the plugin and of what it depends
+//!   on, go to the host's log.
+//! * `tracing`: so do events of [`tracing`](https://docs.rs/tracing), with their fields. Spans are let be.
+//!
+//! # Without a host
+//!
+//! Tensors are the host's. In a plugin's own tests there is none, and what makes or reads a [`Tensor`], a
+//! [`Checkpoint`] or a [`Target`] panics. The rest works: options, configs, facts of a target, and whatever the
+//! drafter does with token ids.
 
 #![warn(missing_docs)]
 
@@ -26,6 +40,7 @@ mod drafter;
 mod error;
 #[doc(hidden)]
 pub mod export;
+mod forward;
 pub mod guard;
 mod head;
 mod host;

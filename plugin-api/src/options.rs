@@ -6,6 +6,24 @@ use std::str::FromStr;
 use crate::error::{Error, Result};
 
 /// Options by key. What a drafter does not take is refused after its `load`.
+///
+/// ```
+/// use plugin_api::Options;
+///
+/// let pairs = [("window", "64"), ("order", "newest")];
+/// let pairs = pairs.map(|(key, value)| (key.to_owned(), value.to_owned()));
+/// let mut options = Options::new(pairs);
+/// assert_eq!(options.take::<usize>("window")?, Some(64));
+/// // What is not there has a default; what is there can be taken once.
+/// assert_eq!(options.take("window")?.unwrap_or(16), 16);
+/// let newest = options.take_choice("order", &[("newest", true), ("oldest", false)])?;
+/// assert_eq!(newest, Some(true));
+///
+/// let mut wrong = Options::new([("window".to_owned(), "wide".to_owned())]);
+/// let error = wrong.take::<usize>("window").unwrap_err();
+/// assert_eq!(error.message(), "drafter option window=wide is not a valid value");
+/// # Ok::<(), plugin_api::Error>(())
+/// ```
 #[derive(Debug, Default)]
 pub struct Options(BTreeMap<String, String>);
 
@@ -15,7 +33,10 @@ impl Options {
         Self(pairs.into_iter().collect())
     }
 
-    /// Takes an option as a number, text or flag.
+    /// Takes an option as a number, text or flag; none when it was not given.
+    ///
+    /// # Errors
+    /// It is no value of that type.
     pub fn take<T: FromStr>(&mut self, key: &str) -> Result<Option<T>> {
         let Some(value) = self.0.remove(key) else {
             return Ok(None);
@@ -28,7 +49,10 @@ impl Options {
         }
     }
 
-    /// Takes an option that must be one of some names.
+    /// Takes an option that must be one of some names; none when it was not given.
+    ///
+    /// # Errors
+    /// It is none of them; the message lists them.
     pub fn take_choice<T: Clone>(&mut self, key: &str, choices: &[(&str, T)]) -> Result<Option<T>> {
         let Some(value) = self.0.remove(key) else {
             return Ok(None);

@@ -4,6 +4,18 @@
 //! through the inverse CDF in token order. So it is the same at any batch size and whether or not
 //! a drafter runs, and a drafter that draws with the same key agrees with the target as often as
 //! their distributions overlap (the coupling of inverse transform sampling).
+//!
+//! A drafter draws with the position of the token that it predicts:
+//!
+//! ```no_run
+//! use plugin_api::sampling::{self, Sampling};
+//! use plugin_api::{DraftRequest, Result, Tensor};
+//!
+//! /// The first draft of each row from its logits `[B, 1, V]`, as `[B, 1]`.
+//! fn first(logits: &Tensor, rows: &[Sampling], request: &DraftRequest<'_>) -> Result<Tensor> {
+//!     sampling::draw(logits, rows, request.positions)
+//! }
+//! ```
 
 use abi_stable::StableAbi;
 
@@ -50,6 +62,14 @@ impl Sampling {
     }
 
     /// Says which value is out of range.
+    ///
+    /// ```
+    /// use plugin_api::sampling::Sampling;
+    ///
+    /// let sampling = Sampling { top_p: 1.5, ..Sampling::default() };
+    /// let error = sampling.validate().unwrap_err();
+    /// assert_eq!(error.message(), "top-p 1.5 must be above 0 and at most 1");
+    /// ```
     pub fn validate(&self) -> Result<()> {
         let problem = if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
             format!("temperature {} must be 0 or more", self.temperature)
@@ -66,6 +86,14 @@ impl Sampling {
 
 /// The uniform number in [0, 1) of (seed, position): 24 bits of a finalised 64-bit mix, so that it
 /// is exact in f32.
+///
+/// ```
+/// use plugin_api::sampling::uniform;
+///
+/// assert_eq!(uniform(7, 100), uniform(7, 100));
+/// assert_ne!(uniform(7, 100), uniform(7, 101));
+/// assert!((0.0..1.0).contains(&uniform(7, 100)));
+/// ```
 pub fn uniform(seed: u64, position: u32) -> f32 {
     // Two rounds of the splitmix64 finaliser (Steele, Lea, Flood 2014): the first separates seeds,
     // the second positions, so that neighbouring seeds do not share shifted sequences.

@@ -9,6 +9,24 @@ use crate::tensor::Tensor;
 /// What one row has after so many processed tokens, apart from the others of its group.
 ///
 /// Its tensors share nothing with the group that it was taken from.
+///
+/// ```no_run
+/// use plugin_api::{Result, RowState, Tensor};
+///
+/// const SCHEMA: &str = "my_drafter/1";
+///
+/// fn capture(processed: u32, last: &Tensor) -> RowState {
+///     let mut state = RowState::new(SCHEMA, processed);
+///     state.put("last", last.clone());
+///     state
+/// }
+///
+/// fn restore(state: &RowState) -> Result<(u32, Tensor)> {
+///     // A state of an older build may be in another form.
+///     state.require(SCHEMA)?;
+///     Ok((state.processed(), state.get("last")?.clone()))
+/// }
+/// ```
 #[derive(Clone, Debug)]
 pub struct RowState {
     schema: String,

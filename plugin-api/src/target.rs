@@ -7,6 +7,28 @@ use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
 /// What the pairing gate compares.
+///
+/// ```
+/// use plugin_api::abi::FaultCode;
+/// use plugin_api::{DType, TargetFacts};
+///
+/// let target = TargetFacts {
+///     name: "SmolLM2".into(),
+///     model_type: "llama".into(),
+///     hidden_size: 576,
+///     layers: 30,
+///     vocab_size: 49152,
+///     dtype: DType::F32,
+///     vocabulary: None,
+///     donors: Vec::new(),
+/// };
+/// // In `Drafter::pair`: the drafter's number, then the target's.
+/// target.require("heads/a", "hidden size", 576, target.hidden_size)?;
+/// let error = target.require("heads/b", "hidden size", 64, target.hidden_size).unwrap_err();
+/// assert_eq!(error.code(), FaultCode::MISMATCH);
+/// assert_eq!(error.message(), "drafter heads/b has hidden size 64, target SmolLM2 has 576");
+/// # Ok::<(), plugin_api::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct TargetFacts {
     /// A name for messages.
@@ -82,6 +104,15 @@ impl TargetFacts {
 }
 
 /// The capabilities of a target; valid as long as the rows that were opened on it.
+///
+/// ```no_run
+/// use plugin_api::{Result, Target, Tensor};
+///
+/// /// What the target's own head makes of tokens' embeddings: `[B, T]` to `[B, T, vocabulary]`.
+/// fn echo(target: Target, tokens: &Tensor) -> Result<Tensor> {
+///     target.logits(&target.embed(tokens)?, None)
+/// }
+/// ```
 #[derive(Clone, Copy)]
 pub struct Target(RawTarget);
 

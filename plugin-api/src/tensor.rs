@@ -13,6 +13,15 @@ use crate::host::{api, check, op_error};
 /// An n-dimensional array that the host owns. Cloning is cheap and shares the data; dropping
 /// releases it. Ops build a lazy graph: shape errors show at once, the rest at [`Tensor::eval`] or
 /// when it is read. Lives on the engine thread.
+///
+/// ```no_run
+/// use plugin_api::{Result, Tensor};
+///
+/// fn sums() -> Result<Vec<f32>> {
+///     let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0, 4.0], &[2, 2])?;
+///     x.sum(-1)?.to_vec() // [3.0, 7.0]
+/// }
+/// ```
 pub struct Tensor(RawTensor);
 
 impl Clone for Tensor {

@@ -134,6 +134,11 @@ pub fn command(args: &[&str]) -> Command {
             "MLXHOST_CACHE_DIR",
             std::env::temp_dir().join("mlxhost-tests"),
         )
+        // So are the plugins that lie there.
+        .env(
+            "MLXHOST_DATA_DIR",
+            std::env::temp_dir().join("mlxhost-tests/nothing"),
+        )
         .stdin(std::process::Stdio::null());
     command
 }

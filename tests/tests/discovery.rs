@@ -236,3 +236,257 @@ fn a_plugin_overwritten_while_it_runs_changes_nothing() {
     assert_eq!(second.manifest().name, "other");
     assert_ne!(second.digest(), first.digest());
 }
+
+/// `plugins list --explain --json`, with a search path.
+fn explain(args: &[&str], environment: &[(&str, &Path)]) -> Value {
+    let mut list = command(&["plugins", "list", "--explain", "--json"]);
+    let output = list.args(args).envs(environment.iter().copied()).output();
+    let output = output.unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// Place, file name and verdict of every file that was found.
+fn verdicts(explained: &Value) -> Vec<(String, String, String)> {
+    let candidates = explained["candidates"].as_array().unwrap();
+    let text = |candidate: &Value, key: &str| candidate[key].as_str().unwrap().to_owned();
+    let row = |candidate: &Value| {
+        let path = PathBuf::from(text(candidate, "path"));
+        let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
+        (text(candidate, "place"), name, text(candidate, "verdict"))
+    };
+    candidates.iter().map(row).collect()
+}
+
+fn rows(of: &[(&str, &str, &str)]) -> Vec<(String, String, String)> {
+    let own = |text: &str| text.to_owned();
+    of.iter()
+        .map(|(a, b, c)| (own(a), own(b), own(c)))
+        .collect()
+}
+
+fn mode(path: &Path, mode: u32) {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+}
+
+#[test]
+fn every_place_is_searched_in_its_order_and_every_file_has_a_verdict() {
+    let (dir, user) = (
+        directory(&["ngram", "hostile"]),
+        tempfile::tempdir().unwrap(),
+    );
+    let plugins = user.path().join("plugins");
+    std::fs::create_dir(&plugins).unwrap();
+    for name in ["ngram", "scripted"] {
+        let library = plugin(name);
+        std::fs::copy(&library, plugins.join(library.file_name().unwrap())).unwrap();
+    }
+    let broken = plugins.join(format!("libzero{}", std::env::consts::DLL_SUFFIX));
+    std::fs::write(&broken, "").unwrap();
+    let named = plugin("qwen_mtp");
+    let environment = [
+        ("MLXHOST_DATA_DIR", user.path()),
+        ("MLXHOST_PLUGIN_PATH", dir.path()),
+    ];
+    let args = ["--plugin", named.to_str().unwrap()];
+    let explained = explain(&args, &environment);
+    let expected = [
+        ("--plugin", "libqwen_mtp", "loaded"),
+        ("MLXHOST_PLUGIN_PATH", "libhostile", "loaded"),
+        ("MLXHOST_PLUGIN_PATH", "libngram", "loaded"),
+        ("user", "libngram", "shadowed"),
+        ("user", "libscripted", "loaded"),
+        ("user", "libzero", "refused"),
+    ];
+    assert_eq!(verdicts(&explained), rows(&expected));
+    let shadowed = &explained["candidates"][3];
+    let by = shadowed["by"].as_str().unwrap();
+    assert!(
+        by.starts_with(dir.path().canonicalize().unwrap().to_str().unwrap()),
+        "{by}"
+    );
+    assert!(
+        explained["candidates"][5]["why"]
+            .as_str()
+            .unwrap()
+            .contains("not a library")
+    );
+
+    let mut text = command(&["plugins", "list", "--explain"]);
+    let text = text.args(args).envs(environment).output().unwrap();
+    let text = String::from_utf8(text.stdout).unwrap();
+    for says in [
+        "user: ",
+        "  loaded    ",
+        "  shadowed  ",
+        "  refused   ",
+        "by /",
+    ] {
+        assert!(text.contains(says), "{says:?} is not in {text}");
+    }
+}
+
+#[test]
+fn what_lies_in_the_users_directory_drafts_unasked_and_need_not_serve() {
+    let user = tempfile::tempdir().unwrap();
+    let plugins = user.path().join("plugins");
+    std::fs::create_dir(&plugins).unwrap();
+    let put = |name: &str| {
+        let library = plugin(name);
+        std::fs::copy(&library, plugins.join(library.file_name().unwrap())).unwrap();
+    };
+    let environment = [("MLXHOST_DATA_DIR", user.path())];
+    // It serves no such model: nothing is drafted, and nobody minds.
+    put("qwen_mtp");
+    let output = answer(&[], &environment);
+    assert_eq!(
+        (drafter(&output), stderr(&output)),
+        (Value::Null, String::new())
+    );
+    put("ngram");
+    assert_eq!(drafter(&answer(&[], &environment)), "ngram");
+    assert_eq!(drafter(&answer(&["--no-draft"], &environment)), Value::Null);
+}
+
+#[test]
+fn the_plugin_that_drafts_can_be_named() {
+    let both = directory(&["ngram", "scripted"]);
+    let dir = ["--plugin-dir", both.path().to_str().unwrap()];
+    let named = |name| answer(&[&dir[..], &["--drafter-plugin", name]].concat(), &[]);
+    assert_eq!(drafter(&named("ngram")), "ngram");
+    assert_refused(
+        &named("nobody"),
+        2,
+        &["nobody", "there are: ngram, scripted"],
+    );
+}
+
+#[test]
+fn what_anyone_may_write_to_is_refused_unless_it_is_trusted() {
+    let dir = directory(&["ngram"]);
+    let file = dir.path().join(plugin("ngram").file_name().unwrap());
+    let [shown, whole] = [&file, dir.path()].map(|path| path.to_str().unwrap());
+    let says = ["anyone may write to it", "--trust-writable-plugins"];
+    let trusting = |args: &[&str]| answer(&[args, &["--trust-writable-plugins"]].concat(), &[]);
+
+    mode(&file, 0o666);
+    assert_refused(&answer(&["--plugin", shown], &[]), 2, &says);
+    assert_eq!(drafter(&answer(&["--plugin-dir", whole], &[])), Value::Null);
+    assert_eq!(drafter(&trusting(&["--plugin", shown])), "ngram");
+    mode(&file, 0o644);
+    assert_eq!(drafter(&answer(&["--plugin", shown], &[])), "ngram");
+
+    // Anyone could put another file in its place.
+    mode(dir.path(), 0o777);
+    assert_refused(&answer(&["--plugin", shown], &[]), 2, &says);
+    assert_refused(&answer(&["--plugin-dir", whole], &[]), 2, &says);
+    assert_eq!(drafter(&trusting(&["--plugin-dir", whole])), "ngram");
+    // With the sticky bit only beside it: whoever names this one means it.
+    mode(dir.path(), 0o1777);
+    assert_eq!(drafter(&answer(&["--plugin", shown], &[])), "ngram");
+    assert_refused(&answer(&["--plugin-dir", whole], &[]), 2, &says);
+}
+
+#[test]
+fn with_a_lock_nothing_else_is_loaded() {
+    let (dir, data) = (
+        directory(&["ngram", "scripted"]),
+        tempfile::tempdir().unwrap(),
+    );
+    let [whole, lock] = [dir.path().to_owned(), data.path().join("mine.lock")];
+    let [whole, lock] = [&whole, &lock].map(|path| path.to_str().unwrap());
+    let file = dir.path().join(plugin("ngram").file_name().unwrap());
+    let shown = file.to_str().unwrap();
+    let run = |args: &[&str]| {
+        let mut command = command(args);
+        command
+            .env("MLXHOST_DATA_DIR", data.path())
+            .output()
+            .unwrap()
+    };
+    let locked = ["--plugin-lock", lock];
+    let output = run(&[&["plugins", "lock", "--plugin", shown], &locked[..]].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let pinned: Value = serde_json::from_slice(&std::fs::read(lock).unwrap()).unwrap();
+    let digest = pinned["plugins"]["ngram"].as_str().unwrap();
+    assert_eq!(digest.len(), 64);
+
+    let found = explain(&[&["--plugin-dir", whole], &locked[..]].concat(), &[]);
+    let place = "--plugin-dir";
+    let expected = [
+        (place, "libngram", "loaded"),
+        (place, "libscripted", "refused"),
+    ];
+    assert_eq!(verdicts(&found), rows(&expected));
+    let answered = |args: &[&str]| answer(&[args, &locked[..]].concat(), &[]);
+    assert_eq!(drafter(&answered(&["--plugin", shown])), "ngram");
+
+    // Another build, and one that calls itself by the name of the first.
+    let other = plugin("scripted");
+    let says = ["not pinned", "plugins lock"];
+    assert_refused(&answered(&["--plugin", other.to_str().unwrap()]), 2, &says);
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes.push(0);
+    std::fs::write(&file, &bytes).unwrap();
+    assert_refused(
+        &answered(&["--plugin", shown]),
+        2,
+        &["pinned for ngram", "plugins lock"],
+    );
+    // It is pinned anew; the file where nobody named one; and one that makes no sense.
+    assert!(
+        run(&["plugins", "lock", "--plugin", shown])
+            .status
+            .success()
+    );
+    let usual = data.path().join("plugins.lock");
+    let environment = [("MLXHOST_DATA_DIR", data.path())];
+    assert_eq!(
+        drafter(&answer(&["--plugin", shown], &environment)),
+        "ngram"
+    );
+    for text in ["", "{}", "{\"lock\": 2, \"plugins\": {}}", "[1, 2"] {
+        std::fs::write(&usual, text).unwrap();
+        let output = answer(&["--plugin", shown], &environment);
+        assert_refused(&output, 2, &["not a lock file", "plugins lock"]);
+    }
+    std::fs::remove_file(&usual).unwrap();
+    assert_eq!(
+        drafter(&answer(&["--plugin", shown], &environment)),
+        "ngram"
+    );
+}
+
+#[test]
+fn what_is_no_regular_file_is_refused_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| {
+        dir.path()
+            .join(format!("{name}{}", std::env::consts::DLL_SUFFIX))
+    };
+    std::os::unix::fs::symlink(path("loop"), path("loop")).unwrap();
+    std::fs::create_dir(path("directory")).unwrap();
+    let made = std::process::Command::new("mkfifo")
+        .arg(path("fifo"))
+        .status();
+    assert!(made.unwrap().success());
+    std::os::unix::fs::symlink("/dev/zero", path("device")).unwrap();
+    for name in ["loop", "directory", "fifo", "device"] {
+        let path = path(name);
+        let shown = path.to_str().unwrap();
+        let says = if name == "loop" {
+            "symbolic links"
+        } else {
+            "not a file"
+        };
+        assert_refused(&answer(&["--plugin", shown], &[]), 2, &[says]);
+    }
+    let found = explain(&["--plugin-dir", dir.path().to_str().unwrap()], &[]);
+    let all = verdicts(&found);
+    assert_eq!(all.len(), 4);
+    assert!(
+        all.iter().all(|(_, _, verdict)| verdict == "refused"),
+        "{all:?}"
+    );
+}

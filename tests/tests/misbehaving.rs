@@ -1,10 +1,10 @@
 //! A drafter that misbehaves costs speed, never an answer: the real program with the plugin
 //! `hostile`, compared with the same run without drafts.
 
-use std::process::Output;
+use std::process::{Command, Output};
 
 use mlxhost_tests::cases::{assert_plain, assert_refused, stderr};
-use mlxhost_tests::{checkpoint, plugin, run};
+use mlxhost_tests::{checkpoint, command, plugin};
 use serde_json::Value;
 
 const TARGETS: [&str; 2] = ["llama-f32", "qwen3_5-f32"];
@@ -12,6 +12,10 @@ const TARGETS: [&str; 2] = ["llama-f32", "qwen3_5-f32"];
 const PROMPT: &str = "72,101,108,108,111";
 
 fn answer(target: &str, args: &[&str]) -> Output {
+    answering(target, args).output().expect("the program runs")
+}
+
+fn answering(target: &str, args: &[&str]) -> Command {
     let target = checkpoint(target);
     let common = [
         "--model",
@@ -23,10 +27,15 @@ fn answer(target: &str, args: &[&str]) -> Output {
         "--ignore-eos",
         "--json",
     ];
-    run(&[&common, args].concat())
+    command(&[&common, args].concat())
 }
 
 fn hostile(target: &str, behave: &str, after: u32, more: &[&str]) -> Output {
+    let mut command = hostile_command(target, behave, after, more);
+    command.output().expect("the program runs")
+}
+
+fn hostile_command(target: &str, behave: &str, after: u32, more: &[&str]) -> Command {
     let library = plugin("hostile");
     let behave = format!("behave={behave}");
     let after = format!("after={after}");
@@ -40,7 +49,7 @@ fn hostile(target: &str, behave: &str, after: u32, more: &[&str]) -> Output {
         "--depth",
         "2",
     ];
-    answer(target, &[&args, more].concat())
+    answering(target, &[&args, more].concat())
 }
 
 /// Tokens and text of an answer.
@@ -71,6 +80,7 @@ const WHILE_DRAFTING: &[(&str, &str)] = &[
     ("loud-open", "red"),
     ("panic-prefill", "panicked: hostile prefill"),
     ("error-prefill", "hostile prefill"),
+    ("panic-display", "panicked: hostile display (tests/plugins"),
     ("panic-draft", "panicked: hostile draft"),
     ("error-draft", "hostile draft"),
     ("loud-draft", "red"),
@@ -136,15 +146,44 @@ fn what_is_odd_but_allowed_is_served() {
 
 #[test]
 fn what_a_plugin_logs_is_one_plain_line() {
-    let output = hostile(TARGETS[0], "loud-log", 0, &[]);
-    assert_eq!(output.status.code(), Some(0));
-    let text = stderr(&output);
-    assert!(
-        text.starts_with("mlxhost: warning: plugin hostile: [31mred and on"),
-        "{text}"
-    );
-    assert_eq!(text.lines().count(), 1, "{text}");
-    assert_plain(&text);
+    for behave in ["loud-log", "loud-crate"] {
+        let output = hostile(TARGETS[0], behave, 0, &[]);
+        assert_eq!(output.status.code(), Some(0));
+        let text = stderr(&output);
+        assert!(
+            text.starts_with("mlxhost: warning: plugin hostile: [31mred and on"),
+            "{behave}: {text}"
+        );
+        assert_eq!(text.lines().count(), 1, "{behave}: {text}");
+        assert_plain(&text);
+    }
+}
+
+#[test]
+fn what_a_plugin_says_through_log_and_tracing_is_in_the_log() {
+    let plain = said(&answer(TARGETS[0], &["--no-draft"]));
+    let warnings = [
+        "warning: plugin hostile: traced rows=1 name=\"two words\"",
+        "error: plugin hostile: traced inside",
+        "warning: plugin hostile: logged in a thread",
+    ];
+    let info = "info: plugin hostile: logged with 1 row";
+    let debug = "debug: plugin hostile: library::part: logged elsewhere";
+    for (wanted, lines) in [
+        ("error", vec![warnings[1]]),
+        ("warn", warnings.to_vec()),
+        ("info", [&[info][..], &warnings].concat()),
+        ("debug", [&[info, debug][..], &warnings].concat()),
+    ] {
+        let mut command = hostile_command(TARGETS[0], "talk", 0, &[]);
+        let output = command.env("MLXHOST_LOG", wanted).output().unwrap();
+        assert_eq!(said(&output), plain, "{wanted}");
+        let text = stderr(&output);
+        assert_plain(&text);
+        let own = text.lines().filter(|line| line.contains("hostile"));
+        let own: Vec<_> = own.map(|line| line.replacen("mlxhost: ", "", 1)).collect();
+        assert_eq!(own, lines, "{wanted}");
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The op table over MLX: the one place that knows mlx-rs.
 //!
 //! [`install`] fills [`HostApi`] and makes it known to this image, so that the host's own models
-//! and every plugin use the same `Tensor`. All slots run on the engine thread, on MLX's default
+//! and every plugin use the same `Tensor`. All slots but `log` run on the engine thread, on MLX's default
 //! stream.
 
 mod attend;
@@ -18,8 +18,8 @@ mod weights;
 
 use abi_stable::prefix_type::WithMetadata;
 use abi_stable::std_types::RStr;
-use plugin_api::Tensor;
 use plugin_api::abi::{HostApi, HostApiRef, LogLevel};
+use plugin_api::{Tensor, guard};
 
 pub(crate) use handle::fail_with;
 pub use native::with_mlx_kernels;
@@ -129,17 +129,22 @@ pub fn peak_memory() -> u64 {
     mlx_rs::memory::peak_memory().unwrap_or(0) as u64
 }
 
+/// Called from any thread.
 extern "C" fn log(level: LogLevel, target: RStr<'_>, message: RStr<'_>) {
-    // For the user's terminal: one line each, whatever is in it.
-    let one_line = crate::text::one_line;
-    let (plugin, message) = (one_line(&target), one_line(&message));
-    match level {
-        LogLevel::ERROR => tracing::error!("plugin {plugin}: {message}"),
-        LogLevel::WARN => tracing::warn!("plugin {plugin}: {message}"),
-        LogLevel::INFO => tracing::info!("plugin {plugin}: {message}"),
-        LogLevel::DEBUG => tracing::debug!("plugin {plugin}: {message}"),
-        _ => tracing::trace!("plugin {plugin}: {message}"),
-    }
+    // For the user's terminal: one line each, whatever is in it. Made only where the level is wanted: plugins
+    // hand over all that they and their dependencies say.
+    let line = || {
+        let one_line = crate::text::one_line;
+        format!("plugin {}: {}", one_line(&target), one_line(&message))
+    };
+    // A subscriber is code of whoever embeds the engine: a panic in it must not reach the plugin.
+    let _ = guard::catch(|| match level {
+        LogLevel::ERROR => tracing::error!("{}", line()),
+        LogLevel::WARN => tracing::warn!("{}", line()),
+        LogLevel::INFO => tracing::info!("{}", line()),
+        LogLevel::DEBUG => tracing::debug!("{}", line()),
+        _ => tracing::trace!("{}", line()),
+    });
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use mlxhost::prefix::PrefixConfig;
 
 use super::check::CheckArgs;
 use super::kv::KvArgs;
+use super::new::{self, NewArgs};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -25,6 +26,8 @@ Examples:
       What a plugin is, without running it.
   mlxhost plugins check plugins/ngram.so
       Whether it keeps the rules, each tried in a process of its own.
+  mlxhost plugins new my_drafter
+      The crate of a drafter of your own, to begin with.
   mlxhost drafter split --from Qwen3.5-0.8B --out qwen3.5-0.8b-mtp --bits 4
       The drafter inside a full checkpoint, as a small directory of its own.
 
@@ -49,7 +52,7 @@ pub enum Command {
     Bench(BenchArgs),
     /// Write a model's logits and hidden states to a file, to compare with other engines.
     Eval(EvalArgs),
-    /// Look at plugins.
+    /// Look at plugins, and begin new ones.
     Plugins(PluginsArgs),
     /// Look at drafters, and take them out of full checkpoints.
     Drafter(DrafterArgs),
@@ -129,7 +132,7 @@ impl PrefixArgs {
 }
 
 /// What computes.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub struct ModelArgs {
     #[command(flatten)]
     pub plugins: PluginPaths,
@@ -141,6 +144,14 @@ pub struct ModelArgs {
     /// are for the requests of a batch that name their plugin.
     #[arg(long, value_name = "DIR", help_heading = "Models")]
     pub drafter: Vec<PathBuf>,
+    /// The plugin that drafts, by its name, where several could.
+    #[arg(
+        long,
+        value_name = "NAME",
+        conflicts_with = "no_draft",
+        help_heading = "Models"
+    )]
+    pub drafter_plugin: Option<String>,
     /// An option of the (first) drafter; `plugins inspect` lists them. Repeatable.
     #[arg(long, value_name = "KEY=VALUE", value_parser = key_value, help_heading = "Models")]
     pub drafter_option: Vec<(String, String)>,
@@ -154,6 +165,9 @@ pub struct ModelArgs {
     /// Decode without drafts.
     #[arg(long, help_heading = "Models")]
     pub no_draft: bool,
+    /// When the file of the plugin that drafts changes, take the new build for the requests that come then.
+    #[arg(long, conflicts_with = "no_draft", help_heading = "Models")]
+    pub watch: bool,
 
     #[command(flatten)]
     pub kv: KvArgs,
@@ -259,7 +273,7 @@ impl BatchArgs {
 }
 
 /// How a CPU computes.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub struct Compute {
     /// Threads of the CPU kernels [default: as many as the machine has cores].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Computing")]
@@ -322,13 +336,25 @@ pub struct PluginsArgs {
 
 #[derive(Subcommand)]
 pub enum PluginsCommand {
+    /// Write the crate of a new plugin, which builds and drafts as it is.
+    #[command(after_help = new::HELP)]
+    New(NewArgs),
     /// List the plugins that a run with these options would have.
     List {
         #[command(flatten)]
         paths: PluginPaths,
+        /// Tell of every place that was searched, and what became of every file.
+        #[arg(long)]
+        explain: bool,
         /// Print JSON.
         #[arg(long)]
         json: bool,
+    },
+    /// Allow the plugins that a run with these options would have, as they are now, and no others: their
+    /// SHA-256 digests go into a lock file. Deleting that file allows all again.
+    Lock {
+        #[command(flatten)]
+        paths: PluginPaths,
     },
     /// Say what a plugin is and whether this host can load it, without running it.
     Inspect {
@@ -414,14 +440,23 @@ pub enum StoredNorms {
     AsUsed,
 }
 
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub struct PluginPaths {
-    /// A plugin's library. Repeatable; the first that serves the drafter is used.
+    /// A plugin's library. Repeatable; the first that serves the drafter is used, if --drafter-plugin names
+    /// none.
     #[arg(long, value_name = "PATH", help_heading = "Plugins")]
     pub plugin: Vec<PathBuf>,
-    /// A directory of plugins. Repeatable. MLXHOST_PLUGIN_PATH holds more, separated by colons.
+    /// A directory of plugins. Repeatable. Searched after these: MLXHOST_PLUGIN_PATH (files and directories,
+    /// separated by colons), ~/.local/share/mlxhost/plugins, and lib/mlxhost/plugins of the installation.
     #[arg(long, value_name = "DIR", help_heading = "Plugins")]
     pub plugin_dir: Vec<PathBuf>,
+    /// The file of the plugins that may be loaded; where it exists, no others are. `plugins lock` writes it
+    /// [default: ~/.local/share/mlxhost/plugins.lock].
+    #[arg(long, value_name = "FILE", help_heading = "Plugins")]
+    pub plugin_lock: Option<PathBuf>,
+    /// Take plugins, too, that anyone on this machine may write to or replace.
+    #[arg(long, help_heading = "Plugins")]
+    pub trust_writable_plugins: bool,
 }
 
 fn probability(text: &str) -> Result<f32, String> {

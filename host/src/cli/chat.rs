@@ -1,5 +1,7 @@
 //! The conversation on a terminal.
 
+use std::path::Path;
+
 use mlxhost::engine::Finish;
 use mlxhost::text::{Message, Role};
 use rustyline::DefaultEditor;
@@ -10,12 +12,13 @@ use super::error::CliError;
 use super::generate::{self, Interrupt};
 use super::load::Loaded;
 use super::output::{self, Printer};
-use super::prompt;
+use super::{prompt, swap};
 
 const HELP: &str = "\
-/reset  forget the conversation
-/help   this text
-/quit   end (or Ctrl-D); Ctrl-C ends an answer";
+/reset      forget the conversation
+/swap PATH  draft with the plugin in this file from now on
+/help       this text
+/quit       end (or Ctrl-D); Ctrl-C ends an answer";
 
 /// Talks until the user has had enough.
 pub fn run(args: &GenerateArgs, loaded: &Loaded, interrupt: &Interrupt) -> Result<(), CliError> {
@@ -61,6 +64,10 @@ pub fn run(args: &GenerateArgs, loaded: &Loaded, interrupt: &Interrupt) -> Resul
                 messages = prompt::beginning(&args.answer);
                 continue;
             }
+            command if command == "/swap" || command.starts_with("/swap ") => {
+                swap_to(args, loaded, command["/swap".len()..].trim());
+                continue;
+            }
             command if command.starts_with('/') && !command.contains(' ') => {
                 eprintln!("there is no command {command}; /help lists them");
                 continue;
@@ -84,5 +91,16 @@ pub fn run(args: &GenerateArgs, loaded: &Loaded, interrupt: &Interrupt) -> Resul
             interrupt.take();
         }
         messages.push(Message::new(Role::Assistant, text));
+    }
+}
+
+/// Says what came of it; the conversation goes on in any case.
+fn swap_to(args: &GenerateArgs, loaded: &Loaded, path: &str) {
+    if path.is_empty() {
+        return eprintln!("/swap PATH: the file of a plugin");
+    }
+    match swap::swap(&args.models, &loaded.engine, Path::new(path)) {
+        Ok(now) => eprintln!("{now}"),
+        Err(error) => eprintln!("not swapped: {error}"),
     }
 }

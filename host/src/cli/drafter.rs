@@ -102,7 +102,7 @@ fn serving<'a>(registry: &'a Registry, families: &[&str]) -> Vec<&'a PluginFile>
         let mut own = file.manifest().families.iter();
         own.any(|family| families.contains(&family.as_str()))
     };
-    registry.found().iter().filter(serves).collect()
+    registry.found().filter(serves).collect()
 }
 
 fn sheet(path: &Path, found: &Description, plugins: &[&PluginFile]) -> String {

@@ -6,7 +6,7 @@ use mlxhost::model::{KvBits, KvConfig};
 use super::error::CliError;
 
 /// How the target's caches store keys and values.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub struct KvArgs {
     /// Store the model's keys and values in 8 or 4 bits [default: as they are]. In f32, 8 bits take about a
     /// quarter of the memory and 4 an eighth, and long texts decode faster. 8 bits hardly change what the

@@ -11,13 +11,14 @@ use mlxhost::engine::{DrafterConfig, Engine, EngineConfig, Limits};
 use mlxhost::kernels::{self, pool};
 use mlxhost::model::KvConfig;
 use mlxhost::paths;
-use mlxhost::plugin::{Choice, DrafterSource, Library, Registry};
+use mlxhost::plugin::{Choice, DrafterSource, Library, Registry, Search, Verdict};
 use mlxhost::prefix::PrefixConfig;
-use mlxhost::text::{GenerationDefaults, GgufVocab, Tokenizer, hex};
+use mlxhost::text::{GenerationDefaults, GgufVocab, Tokenizer, hex, one_line};
 use sha2::{Digest, Sha256};
 
 use super::args::{ModelArgs, PluginPaths};
 use super::error::CliError;
+use super::swap::Watch;
 
 /// The bundled target and its drafters, below a `models` directory.
 const BUNDLED_MODEL: &str = "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf";
@@ -28,7 +29,9 @@ const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Everything that answers need.
 pub struct Loaded {
-    pub engine: Engine,
+    /// Declared first: it ends before the engine.
+    _watch: Option<Watch>,
+    pub engine: Arc<Engine>,
     pub tokenizer: Option<Arc<Tokenizer>>,
     pub defaults: GenerationDefaults,
 }
@@ -48,10 +51,7 @@ pub fn load(args: &ModelArgs, needs: Needs) -> Result<Loaded, CliError> {
     args.compute.apply();
     let kv = args.kv.config()?;
     let registry = registry(&args.plugins)?;
-    let (model, bundled) = match &args.model {
-        Some(path) => (path.clone(), false),
-        None => (bundled(BUNDLED_MODEL)?, true),
-    };
+    let (model, bundled) = target(args)?;
     let checkpoint = Arc::new(Checkpoint::open(&model)?);
     let tokenizer = tokenizer(&checkpoint, needs.ids_alone)?.map(Arc::new);
     let defaults = if model.is_dir() {
@@ -59,9 +59,18 @@ pub fn load(args: &ModelArgs, needs: Needs) -> Result<Loaded, CliError> {
     } else {
         GenerationDefaults::default()
     };
-    let mut sources: Vec<_> = drafter(args, &registry, &checkpoint, bundled)?
+    let only = args.drafter_plugin.as_deref();
+    let mut sources: Vec<_> = drafter(args, &registry, &checkpoint, bundled, only)?
         .into_iter()
         .collect();
+    let watched = sources
+        .first()
+        .map(|source| source.library.path().to_owned());
+    if args.watch && watched.is_none() {
+        return Err(CliError::input(
+            "--watch: there is no drafter whose plugin could change",
+        ));
+    }
     if needs.all_drafters && !sources.is_empty() {
         other_drafters(args, &registry, &checkpoint, &mut sources)?;
     }
@@ -85,10 +94,44 @@ pub fn load(args: &ModelArgs, needs: Needs) -> Result<Loaded, CliError> {
         move |bytes| progress.add(bytes)
     });
     progress.end();
+    let engine = Arc::new(engine?);
+    let watched = watched.filter(|_| args.watch);
     Ok(Loaded {
-        engine: engine?,
+        _watch: watched
+            .map(|path| Watch::start(args, &engine, &path))
+            .transpose()?,
+        engine,
         tokenizer,
         defaults,
+    })
+}
+
+/// The target, and whether it is the bundled one.
+fn target(args: &ModelArgs) -> Result<(PathBuf, bool), CliError> {
+    Ok(match &args.model {
+        Some(path) => (path.clone(), false),
+        None => (bundled(BUNDLED_MODEL)?, true),
+    })
+}
+
+/// What drafts with the plugin at `path` instead, with all else as the user said. Loads the library.
+pub fn replacement(args: &ModelArgs, path: &Path) -> Result<DrafterConfig, CliError> {
+    let mut registry = Registry::discover(&Search {
+        named: vec![path.to_owned()],
+        lock: lock_file(&args.plugins),
+        trust_writable: args.plugins.trust_writable_plugins,
+        ..Search::default()
+    })?;
+    if let Some(error) = registry.take_refusal_of_named() {
+        return Err(error.into());
+    }
+    let (model, bundled) = target(args)?;
+    let checkpoint = Checkpoint::open(&model)?;
+    let source = drafter(args, &registry, &checkpoint, bundled, None)?
+        .ok_or_else(|| CliError::input("this run decodes without drafts"))?;
+    Ok(DrafterConfig {
+        costs: costs(&model, &source, &args.kv.config()?),
+        source,
     })
 }
 
@@ -148,12 +191,43 @@ impl Progress {
     }
 }
 
-/// The plugins that the user's paths hold.
-pub fn registry(paths: &PluginPaths) -> Result<Registry, CliError> {
+/// Where the user's paths say that plugins are.
+pub fn search(paths: &PluginPaths) -> Search {
+    let search = Search {
+        named: paths.plugin.clone(),
+        directories: paths.plugin_dir.clone(),
+        lock: lock_file(paths),
+        trust_writable: paths.trust_writable_plugins,
+        ..Search::default()
+    };
     let search_path = std::env::var_os("MLXHOST_PLUGIN_PATH");
-    let registry = Registry::discover(&paths.plugin, &paths.plugin_dir, search_path.as_deref())?;
-    for refused in registry.refused() {
-        tracing::debug!("not a plugin: {refused}");
+    search
+        .with_search_path(search_path.as_deref())
+        .with_standing()
+}
+
+/// The file that says which plugins are allowed.
+pub fn lock_file(paths: &PluginPaths) -> Option<PathBuf> {
+    let usual = || Some(paths::data_dir()?.join("plugins.lock"));
+    paths.plugin_lock.clone().or_else(usual)
+}
+
+/// The plugins that the user's paths hold. What was named has to be right; elsewhere, what can't be used is
+/// passed over.
+pub fn registry(paths: &PluginPaths) -> Result<Registry, CliError> {
+    let mut registry = Registry::discover(&search(paths))?;
+    if let Some(error) = registry.take_refusal_of_named() {
+        return Err(error.into());
+    }
+    for searched in registry.searched() {
+        if let Some(problem) = &searched.problem {
+            tracing::warn!("plugins: {}", one_line(&problem.to_string()));
+        }
+    }
+    for candidate in registry.candidates() {
+        if let Verdict::Refused(error) = &candidate.verdict {
+            tracing::debug!("not a plugin: {error}");
+        }
     }
     Ok(registry)
 }
@@ -177,11 +251,13 @@ fn drafter(
     registry: &Registry,
     target: &Checkpoint,
     bundled_model: bool,
+    only: Option<&str>,
 ) -> Result<Option<DrafterSource>, CliError> {
     if args.no_draft || args.depth == Some(0) {
         return Ok(None);
     }
-    if registry.found().is_empty() {
+    let is_asked_for = !args.drafter.is_empty() || only.is_some();
+    if registry.found().next().is_none() && only.is_none() {
         let given = match (args.drafter.first(), args.drafter_option.first()) {
             (Some(_), _) => "a drafter",
             (None, Some(_)) => "an option for a drafter",
@@ -197,7 +273,15 @@ fn drafter(
         None if bundled_model => bundled_drafter(registry)?,
         None => None,
     };
-    let choice = choose(registry, named.as_ref(), target)?;
+    let choice = match choose(registry, named.as_ref(), target, only) {
+        Ok(choice) => choice,
+        // Plugins that lie where they are looked for unasked need not serve every model.
+        Err(error) if !is_asked_for && !registry.is_asked_for() => {
+            tracing::debug!("no drafts: {error}");
+            return Ok(None);
+        }
+        Err(error) => return Err(error.into()),
+    };
     let mut options = args.drafter_option.clone();
     if let Some(threshold) = args.min_confidence {
         options.push(("min_confidence".to_owned(), threshold.to_string()));
@@ -214,10 +298,11 @@ fn choose(
     registry: &Registry,
     named: Option<&Checkpoint>,
     target: &Checkpoint,
+    only: Option<&str>,
 ) -> Result<Choice, LoadError> {
     let families = named.map(Checkpoint::families);
     let drafter = named.map(Checkpoint::path).zip(families.as_deref());
-    registry.choose(drafter, (target.path(), &model_type(target)))
+    registry.choose(drafter, (target.path(), &model_type(target)), only)
 }
 
 /// Beside the default: the other drafters that are named, and the plugins that need none.
@@ -229,7 +314,7 @@ fn other_drafters(
 ) -> Result<(), CliError> {
     let mut choices = Vec::new();
     for path in args.drafter.iter().skip(1) {
-        choices.push(choose(registry, Some(&open_drafter(path)?), target)?);
+        choices.push(choose(registry, Some(&open_drafter(path)?), target, None)?);
     }
     for file in registry.found() {
         if file.manifest().families.is_empty() {

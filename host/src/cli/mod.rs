@@ -12,9 +12,11 @@ mod generate;
 mod kv;
 mod load;
 mod log;
+mod new;
 mod output;
 mod plugins;
 mod prompt;
+mod swap;
 
 use std::process::ExitCode;
 

@@ -3,8 +3,8 @@
 //! A round of depth `d` gives `1 + a1 + a1 a2 + …` tokens, where `ai` is how often the `i`-th token of
 //! a draft is accepted when those before it are, and takes as long as rounds of that depth took
 //! lately. The depth with the most tokens per second is drafted, zero included. Now and then a
-//! neighbour is tried, so that what was learnt does not grow old; the less often, the longer that
-//! has changed nothing.
+//! neighbour is tried, so that what was learnt does not grow old; never so often that trials lose more than
+//! a small part of the time.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,14 +20,18 @@ pub(super) const DEEPEST: u32 = 12;
 /// Rounds between two trials, at first and at most.
 const TRIALS: (u32, u32) = (16, 256);
 
+/// The part of the time that trials may lose, and seconds of rounds for which it is saved up at most.
+const TRIAL_LOSS: f64 = 0.01;
+const SAVED_UP: f64 = 30.0;
+
 /// How much the newest of many times counts.
 const NEWEST: f64 = 0.08;
 
 /// How much older observations of acceptance count with every new one.
 const FADE: f64 = 0.95;
 
-/// How often the drafts of a request were accepted lately.
-#[derive(Clone, Default)]
+/// How often drafts were accepted lately: those of one request, or of all.
+#[derive(Clone, Default, Serialize, Deserialize)]
 pub struct Acceptance {
     /// Per position: tried and accepted, fading.
     positions: Vec<(f64, f64)>,
@@ -54,28 +58,49 @@ impl Acceptance {
         }
     }
 
-    /// How often a request for a draft is answered with one.
-    fn coverage(&self) -> f64 {
-        (self.drafted + 1.0) / (self.asked + 1.0)
+    /// How often a request for a draft is answered with one; as `usual` where little is known.
+    fn coverage(&self, usual: &Self) -> f64 {
+        let usual = (usual.drafted + 1.0) / (usual.asked + 1.0);
+        (self.drafted + usual) / (self.asked + 1.0)
     }
 
-    /// The tokens that a round with a draft of `depth` gives.
-    fn tokens(&self, depth: u32) -> f64 {
+    /// The tokens that a round with a draft of `depth` gives; as with `usual` where little is known.
+    fn tokens(&self, depth: u32, usual: &Self) -> f64 {
+        let at = |of: &Self, index: usize| of.positions.get(index).copied().unwrap_or_default();
         let (mut all, mut reached, mut before) = (1.0, 1.0, 0.6);
         for index in 0..depth as usize {
-            let (tried, right) = self.positions.get(index).copied().unwrap_or_default();
-            // Where little is known, as at the position before.
-            before = (right + 2.0 * before) / (tried + 2.0);
+            // Of what nobody knows, as at the position before.
+            for (tried, right) in [at(usual, index), at(self, index)] {
+                before = (right + 2.0 * before) / (tried + 2.0);
+            }
             reached *= before;
             all += reached;
         }
         all
+    }
+
+    /// Whether the numbers can be what they are said to be.
+    fn is_sensible(&self) -> bool {
+        let pair = |&(tried, right): &(f64, f64)| {
+            (0.0..1e6).contains(&tried) && (0.0..=tried).contains(&right)
+        };
+        self.positions.len() <= 256
+            && self.positions.iter().all(pair)
+            && pair(&(self.asked, self.drafted))
     }
 }
 
 /// What rounds cost, by the number of rows and the depth. One per engine.
 pub struct Costs {
     known: BTreeMap<(usize, u32), Time>,
+    /// How the drafts of all requests fared.
+    usual: Acceptance,
+    /// Seconds that trials may lose.
+    budget: f64,
+    /// Seconds that a drafter takes to hear of a token late.
+    catching_up: f64,
+    /// The depth that is tried once more: the first time, the drafter had to catch up.
+    again: Option<u32>,
     /// Rounds until the next trial, and after it.
     until_trial: u32,
     interval: u32,
@@ -90,8 +115,14 @@ struct Time {
     count: u32,
 }
 
-#[derive(Serialize, Deserialize)]
+#[derive(Default, Serialize, Deserialize)]
 struct Saved {
+    costs: Vec<Cost>,
+    usual: Acceptance,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Cost {
     rows: usize,
     depth: u32,
     #[serde(flatten)]
@@ -102,11 +133,11 @@ impl Costs {
     /// What `file` remembers, which [`Costs::save`] writes. A file that makes no sense is ignored.
     pub fn load(file: Option<PathBuf>) -> Self {
         let saved = file.as_deref().and_then(read).unwrap_or_default();
-        let sensible = |saved: &Saved| {
+        let sensible = |saved: &Cost| {
             let time = saved.time.seconds;
             time.is_finite() && time > 0.0 && saved.depth <= DEEPEST && saved.rows <= 4096
         };
-        let known = saved.into_iter().filter(sensible).map(|saved| {
+        let known = saved.costs.into_iter().filter(sensible).map(|saved| {
             // It was another day: what is measured now soon counts more.
             let count = saved.time.count.min(2);
             (
@@ -119,6 +150,12 @@ impl Costs {
         });
         Self {
             known: known.collect(),
+            usual: Some(saved.usual)
+                .filter(Acceptance::is_sensible)
+                .unwrap_or_default(),
+            budget: 0.0,
+            catching_up: 0.0,
+            again: None,
             until_trial: TRIALS.0,
             interval: TRIALS.0,
             trials: 0,
@@ -131,11 +168,13 @@ impl Costs {
         let Some(file) = self.file.as_ref().filter(|_| !self.known.is_empty()) else {
             return;
         };
-        let saved: Vec<Saved> = self
-            .known
-            .iter()
-            .map(|(&(rows, depth), &time)| Saved { rows, depth, time })
-            .collect();
+        let known = self.known.iter();
+        let saved = Saved {
+            costs: known
+                .map(|(&(rows, depth), &time)| Cost { rows, depth, time })
+                .collect(),
+            usual: self.usual.clone(),
+        };
         let written = serde_json::to_vec(&saved)
             .map_err(std::io::Error::from)
             .and_then(|text| paths::write_whole(file, &text));
@@ -144,9 +183,17 @@ impl Costs {
         }
     }
 
-    /// A round of some rows took so long with drafts of at most `depth` tokens.
-    pub fn record(&mut self, rows: usize, depth: u32, took: Duration) {
+    /// A round of some rows took so long with drafts of at most `depth` tokens, before which the drafter was
+    /// told of `caught_up` tokens late.
+    pub fn record(&mut self, rows: usize, depth: u32, took: Duration, caught_up: usize) {
         let seconds = took.as_secs_f64();
+        self.budget = (self.budget + TRIAL_LOSS * seconds).min(TRIAL_LOSS * SAVED_UP);
+        if caught_up > 4 * rows {
+            let extra = (seconds - self.cost(rows, depth)).max(0.0) / caught_up as f64;
+            self.catching_up += (extra - self.catching_up) * 0.3;
+            self.again = Some(depth);
+            return;
+        }
         let time = self
             .known
             .entry((rows, depth))
@@ -161,19 +208,30 @@ impl Costs {
         time.seconds += (seconds - time.seconds) * NEWEST.max(1.0 / f64::from(time.count));
     }
 
-    /// The depth for the next round of some rows, at most `limit`.
-    pub fn choose(&mut self, rows: &[&Acceptance], limit: u32) -> u32 {
+    /// A round asked for a draft for some row, got `drafted` tokens, and `accepted` of them were right.
+    pub fn learn(&mut self, drafted: usize, accepted: usize) {
+        self.usual.record(drafted, accepted);
+    }
+
+    /// The depth for the next round of some rows, at most `limit`; a drafter has not heard of `behind` tokens.
+    pub fn choose(&mut self, rows: &[&Acceptance], limit: u32, behind: usize) -> u32 {
         let limit = limit.min(DEEPEST);
+        if let Some(depth) = self.again.take().filter(|depth| *depth <= limit) {
+            return depth;
+        }
         let count = rows.len();
-        // The cost of a token and of a check are what everything else is guessed from.
-        for depth in 0..=limit.min(1) {
-            if self
+        let measured = |rows, depth| self.known.get(&(rows, depth)).map_or(0, |time| time.count);
+        // Everything else is guessed from the cost of a token and, with however many rows, of a check.
+        if measured(count, 0) < 2 {
+            return 0;
+        }
+        if limit > 0
+            && self
                 .known
-                .get(&(count, depth))
-                .is_none_or(|time| time.count < 2)
-            {
-                return depth;
-            }
+                .iter()
+                .all(|((_, depth), time)| *depth == 0 || time.count < 2)
+        {
+            return 1;
         }
         let mut best = (0, 0.0);
         for depth in 0..=limit {
@@ -182,42 +240,70 @@ impl Costs {
                 best = (depth, speed);
             }
         }
-        let best = best.0;
+        let (best, most) = best;
         self.until_trial = self.until_trial.saturating_sub(1);
-        if self.until_trial > 0 {
+        if self.until_trial > 0 || limit == 0 {
             return best;
         }
-        self.interval = (self.interval * 3 / 2).min(TRIALS.1);
-        self.until_trial = self.interval;
-        self.trials += 1;
-        let other = match self.trials % 3 {
+        let other = match (self.trials + 1) % 3 {
             1 => best + 1,
             2 => best.saturating_sub(1),
             _ => 0,
         };
-        if other == best || other > limit {
+        let other = if other == best || other > limit {
             (best + 1).min(limit)
         } else {
             other
+        };
+        let mut loss = self.cost(count, other) * (1.0 - self.speed(rows, other) / most).max(0.0);
+        if other > 0 && behind > 4 * count {
+            loss = 2.0 * loss + self.catching_up * behind as f64;
         }
+        if loss > self.budget {
+            return best;
+        }
+        self.budget -= loss;
+        self.interval = (self.interval * 3 / 2).min(TRIALS.1);
+        self.until_trial = self.interval;
+        self.trials += 1;
+        other
     }
 
     /// Tokens per second of rounds of a depth.
     fn speed(&self, rows: &[&Acceptance], depth: u32) -> f64 {
         let (mut tokens, mut undrafted) = (0.0, 1.0);
         for row in rows {
-            let coverage = row.coverage();
-            tokens += 1.0 + coverage * (row.tokens(depth) - 1.0);
+            let coverage = row.coverage(&self.usual);
+            tokens += 1.0 + coverage * (row.tokens(depth, &self.usual) - 1.0);
             undrafted *= 1.0 - coverage;
         }
         let cost = |depth| self.cost(rows.len(), depth);
         tokens / (undrafted * cost(0) + (1.0 - undrafted) * cost(depth))
     }
 
-    /// Seconds of a round: as measured, else on the line through the nearest that were.
+    /// Seconds of a round: as measured; else on the line through the nearest depths that were; else, where only
+    /// rounds without a draft were, so many times longer as with the nearest number of rows.
     fn cost(&self, rows: usize, depth: u32) -> f64 {
+        if let Some(cost) = self.cost_on_line(rows, depth) {
+            return cost;
+        }
+        let plain = |rows| self.known.get(&(rows, 0)).map(|time| time.seconds);
+        let Some(own) = plain(rows) else {
+            return f64::INFINITY;
+        };
+        let mut others: Vec<usize> = self.known.keys().map(|(rows, _)| *rows).collect();
+        others.dedup();
+        others.sort_by_key(|other| other.abs_diff(rows));
+        let ratio = |other| Some(self.cost_on_line(other, depth)? / plain(other)?);
+        others
+            .into_iter()
+            .find_map(ratio)
+            .map_or(f64::INFINITY, |ratio| own * ratio)
+    }
+
+    fn cost_on_line(&self, rows: usize, depth: u32) -> Option<f64> {
         if let Some(time) = self.known.get(&(rows, depth)) {
-            return time.seconds;
+            return Some(time.seconds);
         }
         let of_rows = self.known.range((rows, 0)..=(rows, DEEPEST));
         let points: Vec<(f64, f64)> = of_rows
@@ -230,17 +316,13 @@ impl Costs {
             .unwrap_or(points.len());
         // Between two, or beyond the last two.
         let last = after.clamp(1, points.len().max(2) - 1);
-        match (points.get(last.wrapping_sub(1)), points.get(last)) {
-            (Some(a), Some(b)) => {
-                let slope = ((b.1 - a.1) / (b.0 - a.0)).max(0.0);
-                a.1 + slope * (depth - a.0)
-            }
-            _ => f64::INFINITY,
-        }
+        let (a, b) = (points.get(last.wrapping_sub(1))?, points.get(last)?);
+        let slope = ((b.1 - a.1) / (b.0 - a.0)).max(0.0);
+        Some(a.1 + slope * (depth - a.0))
     }
 }
 
-fn read(file: &Path) -> Option<Vec<Saved>> {
+fn read(file: &Path) -> Option<Saved> {
     let text = std::fs::read(file)
         .ok()
         .filter(|text| text.len() < 1 << 20)?;
@@ -257,14 +339,15 @@ mod tests {
         let mut row = Acceptance::default();
         let mut depths = Vec::new();
         for round in 0..1000 {
-            let depth = costs.choose(&[&row], 12);
+            let depth = costs.choose(&[&row], 12, 0);
             if depth > 0 {
                 let accepted = (0..depth as usize)
                     .take_while(|i| right(round * 31 + i * 7))
                     .count();
                 row.record(depth as usize, accepted);
+                costs.learn(depth as usize, accepted);
             }
-            costs.record(1, depth, Duration::from_secs_f64(cost(depth)));
+            costs.record(1, depth, Duration::from_secs_f64(cost(depth)), 0);
             depths.push(depth);
         }
         depths.split_off(400)
@@ -313,13 +396,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("costs").join("a.json");
         let mut costs = Costs::load(Some(file.clone()));
-        costs.record(2, 3, Duration::from_millis(7));
+        costs.record(2, 3, Duration::from_millis(7), 0);
         costs.save();
         assert_eq!(Costs::load(Some(file.clone())).cost(2, 3), 0.007);
         for text in [
             "",
             "{",
-            "[{\"rows\":1,\"depth\":0,\"seconds\":-1.0,\"count\":9}]",
+            r#"{"costs": [{"rows":1,"depth":0,"seconds":-1.0,"count":9}], "usual": {"positions": [], "asked": 0, "drafted": 0}}"#,
         ] {
             std::fs::write(&file, text).unwrap();
             assert!(Costs::load(Some(file.clone())).known.is_empty(), "{text}");

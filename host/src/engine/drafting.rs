@@ -9,24 +9,17 @@ use crate::model::TargetHandle;
 use crate::plugin::{Draft, Drafter, Rows};
 use crate::prefix::Entry;
 
+use super::untold::Untold;
+
 /// The drafting of a group: going on, or given up.
 pub(super) struct Drafting {
     rows: Option<Rows>,
     drafter: Option<Rc<Drafter>>,
-    /// Rounds without a draft, which the drafter has not been told of.
-    untold: Vec<Untold>,
+    /// What the drafter has not been told of.
+    untold: Untold,
+    /// Tokens that it was told of before the last draft, beyond those of the round before.
+    caught_up: usize,
 }
-
-/// A round in which every row got one token and nothing was drafted.
-struct Untold {
-    tokens: Vec<i32>,
-    next: Vec<i32>,
-    taps: Vec<Tensor>,
-}
-
-/// Rounds without a draft that are told at once. Following costs a drafter a pass of its own, so
-/// one for many saves most of that when drafting does not pay.
-const MOST_UNTOLD: usize = 32;
 
 /// What happened to the rows since the last call, as lists per row.
 pub(super) struct Progress<'a> {
@@ -46,7 +39,8 @@ impl Drafting {
         Self {
             rows: None,
             drafter: None,
-            untold: Vec::new(),
+            untold: Untold::default(),
+            caught_up: 0,
         }
     }
 
@@ -55,7 +49,8 @@ impl Drafting {
         let mut drafting = Self {
             rows: None,
             drafter: Some(drafter.clone()),
-            untold: Vec::new(),
+            untold: Untold::default(),
+            caught_up: 0,
         };
         let rows = drafter.open(target, specs);
         drafting.rows = drafting.survive(rows);
@@ -90,7 +85,8 @@ impl Drafting {
         Ok(Self {
             rows: Some(rows),
             drafter: Some(drafter.clone()),
-            untold: Vec::new(),
+            untold: Untold::default(),
+            caught_up: 0,
         })
     }
 
@@ -161,7 +157,7 @@ impl Drafting {
             tracing::warn!("plugin {plugin}: {why}; going on without drafts");
         }
         self.rows = None;
-        self.untold.clear();
+        self.untold = Untold::default();
     }
 
     /// Runs a call on the rows, if there are any; an error ends the drafting.
@@ -181,7 +177,7 @@ impl Drafting {
         if depths.iter().all(|&depth| depth == 0) {
             return None;
         }
-        self.tell();
+        self.caught_up = self.tell();
         let request = DraftRequest {
             depths: depths.into(),
             pending: pending.into(),
@@ -203,52 +199,62 @@ impl Drafting {
             return;
         }
         if !drafted && progress.tokens.iter().all(|tokens| tokens.len() == 1) {
-            self.untold.push(Untold {
-                tokens: progress.tokens.concat(),
-                next: progress.next.to_vec(),
-                taps: progress.taps.to_vec(),
-            });
-            if self.untold.len() < MOST_UNTOLD {
-                return;
+            self.untold.push(progress);
+            if self.untold.is_much() {
+                self.tell();
             }
-            return self.tell();
+            return;
         }
         self.tell();
         self.call(|rows| with_advance(progress, |advance| rows.commit(advance)));
     }
 
-    /// Tells the drafter of the rounds that it has not heard of.
-    fn tell(&mut self) {
-        let untold = std::mem::take(&mut self.untold);
-        let Some(last) = untold.last() else { return };
-        let tokens: Vec<Vec<i32>> = (0..last.next.len())
-            .map(|row| untold.iter().map(|round| round.tokens[row]).collect())
-            .collect();
-        let tokens: Vec<&[i32]> = tokens.iter().map(Vec::as_slice).collect();
-        let taps = (0..last.taps.len()).map(|tap| {
-            let columns: Vec<&Tensor> = untold.iter().map(|round| &round.taps[tap]).collect();
-            Tensor::concat(&columns, 1)
-        });
-        let taps = taps.collect::<Result<Vec<_>>>();
-        let Some(taps) = self.survive(taps) else {
-            return;
+    /// Tells the drafter of the rounds that it has not heard of. How many tokens there were.
+    fn tell(&mut self) -> usize {
+        let pieces = self.untold.take();
+        let Some(pieces) = self.survive(pieces) else {
+            return 0;
         };
-        let progress = Progress {
-            tokens: &tokens,
-            next: &last.next,
-            accepted: &vec![0; tokens.len()],
-            taps: &taps,
-        };
-        self.call(|rows| with_advance(&progress, |advance| rows.commit(advance)));
+        let mut count = 0;
+        for piece in pieces {
+            count += piece.tokens.iter().map(Vec::len).sum::<usize>();
+            let tokens: Vec<&[i32]> = piece.tokens.iter().map(Vec::as_slice).collect();
+            let progress = Progress {
+                tokens: &tokens,
+                next: &piece.next,
+                accepted: &vec![0; tokens.len()],
+                taps: &piece.taps,
+            };
+            self.call(|rows| with_advance(&progress, |advance| rows.commit(advance)));
+        }
+        count
+    }
+
+    /// Tokens that a draft would have to wait for: the drafter is to be told of them first.
+    pub fn behind(&self) -> usize {
+        self.untold.tokens()
+    }
+
+    /// How many tokens the last draft had to wait for.
+    pub fn take_caught_up(&mut self) -> usize {
+        std::mem::take(&mut self.caught_up)
     }
 
     /// Takes in the rows of another group's drafting; false, with nothing changed here, if the two can't be
     /// one. Where the drafter fails at it, the other goes on without drafts; so do these if it panicked.
     pub fn join(&mut self, other: &mut Self) -> bool {
-        self.tell();
-        other.tell();
-        let (Some(rows), Some(_)) = (&mut self.rows, &other.rows) else {
+        let (Some(rows), Some(more)) = (&mut self.rows, &other.rows) else {
             return self.rows.is_none() && other.rows.is_none();
+        };
+        let untold = match self
+            .untold
+            .joined(&other.untold, [rows.count(), more.count()])
+        {
+            Ok(untold) => untold,
+            Err(error) => {
+                tracing::debug!("rows stay apart: {}", error.message());
+                return false;
+            }
         };
         let before = rows.count();
         match other.rows.take().map(|more| rows.append(more)) {
@@ -261,13 +267,19 @@ impl Drafting {
                 }
                 false
             }
-            _ => true,
+            _ => {
+                self.untold = untold;
+                true
+            }
         }
     }
 
     /// Keeps the given rows.
     pub fn filter(&mut self, keep: &[u32]) {
-        self.tell();
+        let untold = self.untold.filtered(keep);
+        if let Some(untold) = self.survive(untold) {
+            self.untold = untold;
+        }
         self.call(|rows| rows.filter(keep));
     }
 }

@@ -13,6 +13,7 @@ mod row;
 mod scheduler;
 mod stats;
 mod thread;
+mod untold;
 
 pub use depth::Costs;
 pub use group::Group;

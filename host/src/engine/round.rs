@@ -101,17 +101,17 @@ impl Group {
             row.processed += kept as usize;
         }
         if self.drafting.max_depth() > 0 {
+            let caught_up = self.drafting.take_caught_up();
+            let mut costs = self.method.costs.borrow_mut();
             for ((row, &asked), &got) in self.rows.iter_mut().zip(&depths).zip(&drafted) {
                 if asked > 0 {
                     let accepted = row.stats.rounds.last().map_or(0, |round| round.accepted);
                     row.acceptance.record(got as usize, accepted);
+                    costs.learn(got as usize, accepted);
                 }
             }
             let depth = drafted.iter().copied().max().unwrap_or(0);
-            self.method
-                .costs
-                .borrow_mut()
-                .record(rows, depth, begun.elapsed());
+            costs.record(rows, depth, begun.elapsed(), caught_up);
         }
         self.drop_finished(&finished);
         Ok(())
@@ -126,7 +126,11 @@ impl Group {
         let chosen = if self.rows.iter().any(|row| row.request.depth.is_none()) {
             let acceptance: Vec<_> = self.rows.iter().map(|row| &row.acceptance).collect();
             let limit = self.drafting.sensible_depth();
-            self.method.costs.borrow_mut().choose(&acceptance, limit)
+            let behind = self.drafting.behind();
+            self.method
+                .costs
+                .borrow_mut()
+                .choose(&acceptance, limit, behind)
         } else {
             0
         };

@@ -5,13 +5,13 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
+use std::time::Instant;
 
 use super::group::{Group, chunks};
-use super::method::Method;
+use super::method::{Method, Methods};
 use super::prefix::Restored;
-use super::request::DraftWith;
 use super::row::Row;
-use super::thread::{DrafterFacts, Limits, Submission};
+use super::thread::{Command, Limits, Submission};
 use crate::model::TargetHandle;
 use crate::prefix::PrefixStore;
 use crate::text::Tokenizer;
@@ -38,45 +38,6 @@ pub(super) struct Scheduler {
 /// A request, and the way that was chosen for it when it came.
 type Waiting = (Row, Rc<Method>);
 
-/// The ways in which requests can be decoded.
-pub(super) struct Methods {
-    /// One per drafter, the default first.
-    pub drafted: Vec<Rc<Method>>,
-    pub plain: Rc<Method>,
-}
-
-impl Methods {
-    fn choose(&self, with: &DraftWith) -> &Rc<Method> {
-        let is_named = |name: &str| {
-            let mut methods = self.drafted.iter();
-            methods.find(|m| m.drafter.as_ref().is_some_and(|d| d.plugin() == name))
-        };
-        let chosen = match with {
-            DraftWith::Default => self.drafted.first(),
-            DraftWith::Plugin(name) => is_named(name),
-            DraftWith::Nothing => None,
-        };
-        chosen.unwrap_or(&self.plain)
-    }
-
-    /// What the engine tells of them.
-    pub fn facts(&self) -> Vec<DrafterFacts> {
-        let drafters = self.drafted.iter().filter_map(|m| m.drafter.as_ref());
-        let facts = drafters.map(|drafter| DrafterFacts {
-            plugin: drafter.plugin().to_owned(),
-            name: drafter.name().to_owned(),
-            depth: drafter.default_depth(),
-        });
-        facts.collect()
-    }
-
-    fn save(&self) {
-        for method in &self.drafted {
-            method.costs.borrow().save();
-        }
-    }
-}
-
 impl Scheduler {
     /// One without anything to do.
     pub fn new(
@@ -99,17 +60,17 @@ impl Scheduler {
     }
 
     /// Serves until nobody can ask any more and nothing is left to do.
-    pub fn run(mut self, inbox: &Receiver<Vec<Submission>>) {
+    pub fn run(mut self, inbox: &Receiver<Command>) {
         loop {
             if self.is_idle() {
                 self.methods.save();
                 match inbox.recv() {
-                    Ok(submissions) => self.enqueue(submissions),
+                    Ok(command) => self.obey(command),
                     Err(_) => return,
                 }
             }
-            while let Ok(submissions) = inbox.try_recv() {
-                self.enqueue(submissions);
+            while let Ok(command) = inbox.try_recv() {
+                self.obey(command);
             }
             self.drop_ended();
             self.admit();
@@ -120,6 +81,19 @@ impl Scheduler {
 
     fn is_idle(&self) -> bool {
         self.waiting.is_empty() && self.prompts.is_empty() && self.answers.is_empty()
+    }
+
+    fn obey(&mut self, command: Command) {
+        match command {
+            Command::Serve(submissions) => self.enqueue(submissions),
+            Command::Swap(drafter, report) => {
+                let begun = Instant::now();
+                let outcome = self.methods.swap(&self.target, &drafter);
+                tracing::debug!("a swap took {:.1?} between two rounds", begun.elapsed());
+                // Whoever asked may have gone.
+                let _ = report.send(outcome);
+            }
+        }
     }
 
     fn enqueue(&mut self, submissions: Vec<Submission>) {

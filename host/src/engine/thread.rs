@@ -2,23 +2,22 @@
 
 use std::path::PathBuf;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use plugin_api::TargetFacts;
 
-use super::depth::Costs;
-use super::method::Method;
+use super::method::Methods;
 use super::request::{DraftWith, Event, Request, RequestError};
-use super::scheduler::{Methods, Scheduler};
+use super::scheduler::Scheduler;
 use crate::backend;
 use crate::checkpoint::Checkpoint;
 use crate::error::LoadError;
 use crate::model::{KvConfig, Model, TargetHandle};
-use crate::plugin::{Drafter, DrafterSource};
+use crate::plugin::DrafterSource;
 use crate::prefix::{PrefixConfig, PrefixStore};
 use crate::text::Tokenizer;
 
@@ -84,15 +83,26 @@ pub enum EngineError {
 
 /// A handle to the engine thread, which ends when the handle is dropped.
 pub struct Engine {
-    commands: Option<Sender<Vec<Submission>>>,
+    commands: Option<Sender<Command>>,
     thread: Option<JoinHandle<()>>,
     facts: TargetFacts,
     weight_bytes: u64,
-    drafters: Vec<DrafterFacts>,
+    drafters: Mutex<Vec<DrafterFacts>>,
     has_tokenizer: bool,
 }
 
 pub(super) type Submission = (Request, Sender<Event>, Arc<AtomicBool>);
+
+/// What the thread is told.
+pub(super) enum Command {
+    /// Requests that come at the same time.
+    Serve(Vec<Submission>),
+    /// A drafter to take the place of another, and who hears what there is then.
+    Swap(
+        Box<DrafterConfig>,
+        Sender<Result<Vec<DrafterFacts>, LoadError>>,
+    ),
+}
 
 /// A request that is being served. Dropping it cancels the request.
 pub struct Running {
@@ -105,6 +115,8 @@ pub struct Running {
 pub struct DrafterFacts {
     /// The plugin's name, by which requests name it.
     pub plugin: String,
+    /// SHA-256 of the plugin's library: which build of it this is.
+    pub build: String,
     /// The drafter's own name.
     pub name: String,
     /// The depth that it was made for.
@@ -141,7 +153,7 @@ impl Engine {
             thread: Some(thread),
             facts: ready.facts,
             weight_bytes: ready.weight_bytes,
-            drafters: ready.drafters,
+            drafters: Mutex::new(ready.drafters),
             has_tokenizer,
         })
     }
@@ -157,8 +169,24 @@ impl Engine {
     }
 
     /// The drafters, the default first.
-    pub fn drafters(&self) -> &[DrafterFacts] {
-        &self.drafters
+    pub fn drafters(&self) -> Vec<DrafterFacts> {
+        self.known_drafters().clone()
+    }
+
+    /// Puts a drafter in the place of the one of the same plugin, else of the default, while requests are
+    /// served: those that come from now on use it, the others end with the old one. It is loaded,
+    /// checked and tried first. No answer changes, and none breaks off.
+    ///
+    /// Load the plugin's library before, with [`crate::plugin::Library::load`]: that needs no engine.
+    ///
+    /// # Errors
+    /// The new one can't be used: the old one stays in its place. Or the engine has stopped.
+    pub fn swap(&self, drafter: DrafterConfig) -> Result<(), EngineError> {
+        let (report, outcome) = mpsc::channel();
+        self.send(Command::Swap(Box::new(drafter), report))?;
+        let now = outcome.recv().map_err(|_| EngineError::Stopped)??;
+        *self.known_drafters() = now;
+        Ok(())
     }
 
     /// Serves one request.
@@ -193,20 +221,25 @@ impl Engine {
                 ((request, sender, cancel), running)
             })
             .unzip();
-        let commands = self.commands.as_ref().ok_or(EngineError::Stopped)?;
-        commands
-            .send(submissions)
-            .map_err(|_| EngineError::Stopped)?;
+        self.send(Command::Serve(submissions))?;
         Ok(running)
     }
-}
 
-impl Engine {
+    fn send(&self, command: Command) -> Result<(), EngineError> {
+        let commands = self.commands.as_ref().ok_or(EngineError::Stopped)?;
+        commands.send(command).map_err(|_| EngineError::Stopped)
+    }
+
+    fn known_drafters(&self) -> std::sync::MutexGuard<'_, Vec<DrafterFacts>> {
+        self.drafters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn require_drafter(&self, name: &str) -> Result<(), RequestError> {
-        if self.drafters.iter().any(|drafter| drafter.plugin == name) {
+        let drafters = self.known_drafters();
+        if drafters.iter().any(|drafter| drafter.plugin == name) {
             return Ok(());
         }
-        let there: Vec<&str> = self.drafters.iter().map(|d| d.plugin.as_str()).collect();
+        let there: Vec<&str> = drafters.iter().map(|d| d.plugin.as_str()).collect();
         Err(RequestError::NoDrafter {
             name: name.to_owned(),
             there: match there.as_slice() {
@@ -268,7 +301,7 @@ fn serve(
     config: EngineConfig,
     progress: impl Fn(u64) + 'static,
     report: &Sender<Result<Ready, LoadError>>,
-    inbox: &Receiver<Vec<Submission>>,
+    inbox: &Receiver<Command>,
 ) {
     backend::install();
     let loaded = backend::on_weights_read(progress, || load(&config));
@@ -300,19 +333,7 @@ fn load(config: &EngineConfig) -> Result<Loaded, LoadError> {
     let identity = config
         .prefix
         .identity(config.checkpoint.path(), &config.kv)?;
-    let mut drafted = Vec::with_capacity(config.drafters.len());
-    for DrafterConfig { source, costs } in &config.drafters {
-        let drafter = Drafter::load(source, &model)?;
-        let mut method = Method::new(Some(drafter), Costs::load(costs.clone()));
-        method.namespace = config.prefix.namespace(&identity, Some(source))?;
-        drafted.push(Rc::new(method));
-    }
-    let mut plain = Method::new(None, Costs::load(None));
-    plain.namespace = config.prefix.namespace(&identity, None)?;
-    let methods = Methods {
-        drafted,
-        plain: Rc::new(plain),
-    };
     let target = Rc::new(TargetHandle::new(Rc::new(model)));
+    let methods = Methods::load(&target, config.prefix.clone(), identity, &config.drafters)?;
     Ok((target, methods, store))
 }

@@ -44,7 +44,7 @@ pub struct Drafter {
     default_depth: u32,
     max_depth: u32,
     /// Declared last: the tables above point into it.
-    _library: Option<Arc<Library>>,
+    library: Option<Arc<Library>>,
 }
 
 impl Drop for Drafter {
@@ -101,7 +101,7 @@ impl Drafter {
             donors: Vec::new(),
             default_depth: 0,
             max_depth: 0,
-            _library: library,
+            library,
         };
         let info = drafter.info()?;
         if info.max_depth == 0 {
@@ -182,6 +182,11 @@ impl Drafter {
     /// The plugin's name.
     pub fn plugin(&self) -> &str {
         &self.plugin
+    }
+
+    /// SHA-256 of its plugin's library; empty for one that is linked into this program.
+    pub fn build(&self) -> &str {
+        self.library.as_ref().map_or("", |library| library.digest())
     }
 
     /// The drafter's own name.

@@ -1,6 +1,7 @@
 //! The first gate: what a library says of itself, read from its file without running it.
 
 use std::collections::BTreeMap;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use object::{Object, ObjectKind, ObjectSection};
@@ -62,7 +63,11 @@ impl PluginFile {
             let size = format!("{} MiB is too large for a plugin", facts.len() >> 20);
             return Err(LoadError::unsupported(&path, size));
         }
-        let bytes = std::fs::read(&path).map_err(|e| LoadError::new(&path, e))?;
+        // It may grow meanwhile.
+        let mut bytes = Vec::new();
+        std::fs::File::open(&path)
+            .and_then(|file| file.take(MAX_LIBRARY_BYTES).read_to_end(&mut bytes))
+            .map_err(|e| LoadError::new(&path, e))?;
         let manifest = parse(&path, &section(&path, &bytes)?)?;
         let digest = Sha256::digest(&bytes);
         Ok(Self {

@@ -3,16 +3,20 @@
 //! A library passes four gates before it drafts: its [`Manifest`] is read without running it, its
 //! version compared, its table layouts checked, and its drafter paired with the target.
 
+mod discover;
 mod drafter;
 mod gate;
 mod library;
+mod lock;
 mod manifest;
 mod registry;
 mod rows;
 
+pub use discover::{Candidate, Place, Search, Searched, Verdict};
 pub use drafter::{Drafter, DrafterSource};
 pub use gate::check_version;
 pub use library::Library;
+pub use lock::Lock;
 pub use manifest::{Manifest, PluginFile};
 pub use registry::{Choice, Registry};
 pub use rows::{Draft, Rows};

@@ -1,17 +1,18 @@
 //! Which plugins there are, and which one serves a drafter.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::discover::{Candidate, Discovery, Place, Search, Searched, Verdict};
 use super::library::Library;
 use super::manifest::PluginFile;
-use crate::error::LoadError;
+use crate::error::{LoadError, LoadErrorKind};
 
 /// The plugins of a run, in the order in which they are preferred.
-#[derive(Default)]
 pub struct Registry {
-    found: Vec<PluginFile>,
-    refused: Vec<LoadError>,
+    searched: Vec<Searched>,
+    candidates: Vec<Candidate>,
 }
 
 /// The plugin for a drafter, and the checkpoint it should read.
@@ -23,71 +24,65 @@ pub struct Choice {
 }
 
 impl Registry {
-    /// Reads the named libraries, then those in the given directories and in the entries (libraries
-    /// or directories) of a search path such as `MLXHOST_PLUGIN_PATH`. Runs nothing of them.
+    /// Looks for plugins and reads what they say of themselves. Runs nothing of them. Of several of a name the
+    /// first wins.
     ///
     /// # Errors
-    /// A *named* library cannot be read. What a directory holds besides plugins is passed over; what
-    /// looks like a plugin there and is refused is kept in [`Registry::refused`].
-    pub fn discover(
-        named: &[PathBuf],
-        directories: &[PathBuf],
-        search_path: Option<&std::ffi::OsStr>,
-    ) -> Result<Self, LoadError> {
-        let mut registry = Self::default();
-        for path in named {
-            registry.add(PluginFile::read(path)?);
-        }
-        for dir in directories {
-            let listed = libraries_in(dir).map_err(|e| LoadError::new(dir, e))?;
-            registry.offer(&listed);
-        }
-        for entry in search_path.map(std::env::split_paths).into_iter().flatten() {
-            // A relative entry would depend on the working directory, which anyone may have filled.
-            if entry.as_os_str().is_empty() || entry.is_relative() {
-                registry.refused.push(
-                    LoadError::unsupported(
-                        &entry,
-                        "a relative entry of MLXHOST_PLUGIN_PATH is not searched",
-                    )
-                    .remedy("use an absolute path"),
-                );
-            } else if entry.is_dir() {
-                match libraries_in(&entry) {
-                    Ok(listed) => registry.offer(&listed),
-                    Err(error) => registry.refused.push(LoadError::new(&entry, error)),
-                }
-            } else {
-                registry.offer(&[entry]);
-            }
-        }
-        Ok(registry)
+    /// The lock file can't be read. What is wrong with single files and places is found in the registry.
+    pub fn discover(search: &Search) -> Result<Self, LoadError> {
+        let found = Discovery::run(search)?;
+        Ok(Self {
+            searched: found.searched,
+            candidates: found.candidates,
+        })
     }
 
-    /// The first of a name wins.
-    fn add(&mut self, file: PluginFile) {
-        let name = &file.manifest().name;
-        if self
-            .found
-            .iter()
-            .all(|known| known.manifest().name != *name)
-        {
-            self.found.push(file);
-        }
+    /// The places that were searched, in that order.
+    pub fn searched(&self) -> &[Searched] {
+        &self.searched
     }
 
-    fn offer(&mut self, paths: &[PathBuf]) {
-        for path in paths {
-            match PluginFile::read(path) {
-                Ok(file) => self.add(file),
-                Err(error) => self.refused.push(error),
-            }
-        }
+    /// Every file that was found, in that order.
+    pub fn candidates(&self) -> &[Candidate] {
+        &self.candidates
     }
 
     /// The plugins, by preference.
-    pub fn found(&self) -> &[PluginFile] {
-        &self.found
+    pub fn found(&self) -> impl Iterator<Item = &PluginFile> {
+        self.placed().map(|(_, file)| file)
+    }
+
+    /// What is wrong with a library or a directory that the user has named, if something is.
+    pub fn take_refusal_of_named(&mut self) -> Option<LoadError> {
+        let by_name = |place| matches!(place, Place::Named | Place::Directory);
+        let is_there = |error: &LoadError| !matches!(error.kind(), LoadErrorKind::Io(why) if why.kind() == ErrorKind::PermissionDenied);
+        for searched in self.searched.iter_mut().filter(|s| by_name(s.place)) {
+            if let Some(problem) = searched.problem.take_if(|problem| is_there(problem)) {
+                return Some(problem);
+            }
+        }
+        let refused = self.candidates.iter().position(|candidate| {
+            candidate.place == Place::Named && matches!(candidate.verdict, Verdict::Refused(_))
+        });
+        match self.candidates.remove(refused?).verdict {
+            Verdict::Refused(error) => Some(error),
+            _ => None,
+        }
+    }
+
+    /// Whether somebody has asked for plugins: not all lie where they are looked for unasked.
+    pub fn is_asked_for(&self) -> bool {
+        let standing = |place| matches!(place, Place::User | Place::Installation);
+        self.placed().any(|(place, _)| !standing(place))
+    }
+
+    fn placed(&self) -> impl Iterator<Item = (Place, &PluginFile)> {
+        self.candidates
+            .iter()
+            .filter_map(|candidate| match &candidate.verdict {
+                Verdict::Usable(file) => Some((candidate.place, &**file)),
+                _ => None,
+            })
     }
 
     /// Whether one of the plugins serves one of these families.
@@ -96,16 +91,12 @@ impl Registry {
             let mut own = file.manifest().families.iter();
             own.any(|family| families.contains(&family.as_str()))
         };
-        self.found.iter().any(served)
-    }
-
-    /// What was found and could not be read.
-    pub fn refused(&self) -> &[LoadError] {
-        &self.refused
+        self.found().any(served)
     }
 
     /// The plugin that serves a drafter: by the families of `drafter`; without one, a plugin that
-    /// finds its drafter inside the target's own checkpoint, or one that needs no checkpoint.
+    /// finds its drafter inside the target's own checkpoint, or one that needs no checkpoint. `only` names the
+    /// one plugin that comes into question.
     ///
     /// # Errors
     /// No plugin serves it, or the one that does is refused by a gate.
@@ -113,10 +104,16 @@ impl Registry {
         &self,
         drafter: Option<(&Path, &[&str])>,
         target: (&Path, &str),
+        only: Option<&str>,
     ) -> Result<Choice, LoadError> {
+        let is_meant = |file: &&PluginFile| only.is_none_or(|name| file.manifest().name == name);
+        let found = || self.found().filter(is_meant);
+        if let (Some(name), None) = (only, found().next()) {
+            return Err(self.nobody_is_called(name));
+        }
         let serving = |family: &str| {
             let serves = |file: &&PluginFile| file.manifest().families.iter().any(|f| f == family);
-            self.found.iter().find(serves)
+            found().find(serves)
         };
         if let Some((path, families)) = drafter {
             let file = families.iter().find_map(|family| serving(family));
@@ -134,13 +131,13 @@ impl Registry {
             });
         }
         let without = |file: &&PluginFile| file.manifest().families.is_empty();
-        match self.found.iter().find(without) {
+        match found().find(without) {
             Some(file) => Ok(Choice {
                 library: Library::load(file)?,
                 checkpoint: None,
             }),
             None => {
-                let (path, name) = self.found.first().map_or_else(
+                let (path, name) = found().next().map_or_else(
                     || (target.0, "any plugin"),
                     |file| (file.path(), file.manifest().name.as_str()),
                 );
@@ -150,10 +147,19 @@ impl Registry {
         }
     }
 
+    fn nobody_is_called(&self, name: &str) -> LoadError {
+        let names: Vec<_> = self.found().map(|f| f.manifest().name.as_str()).collect();
+        let there = match names.as_slice() {
+            [] => "there are none; name one with --plugin PATH".to_owned(),
+            names => format!("there are: {}", names.join(", ")),
+        };
+        let shown = crate::text::one_line(name);
+        LoadError::missing(shown, "no plugin of this name is at hand").remedy(there)
+    }
+
     fn nobody_serves(&self, drafter: &Path, families: &[&str]) -> LoadError {
         let offers: Vec<_> = self
-            .found
-            .iter()
+            .found()
             .map(|file| {
                 let manifest = file.manifest();
                 format!("{} ({})", manifest.name, manifest.families.join(", "))
@@ -174,18 +180,4 @@ impl Registry {
             ))
         }
     }
-}
-
-/// Shared libraries directly inside a directory, by name.
-fn libraries_in(dir: &Path) -> std::io::Result<Vec<PathBuf>> {
-    let suffix = &std::env::consts::DLL_SUFFIX[1..];
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(dir)? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|e| e == suffix) {
-            found.push(path);
-        }
-    }
-    found.sort();
-    Ok(found)
 }

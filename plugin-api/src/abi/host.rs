@@ -184,7 +184,9 @@ pub struct Attend<'a> {
 pub struct HostApi {
     /// The message of the last failed op on this thread, which it clears.
     pub take_error: extern "C" fn() -> RString,
-    /// Writes a line to the host's log. `target` names the plugin.
+    /// Writes a line to the host's log, or drops it where the user does not want to see lines of that level.
+    /// `target` names the plugin. What is not plain text of one line is made so. From any thread, at any time
+    /// after the table was handed over.
     pub log: extern "C" fn(level: LogLevel, target: RStr<'_>, message: RStr<'_>),
     /// Bytes of tensor memory now in use by the process.
     pub memory_used: extern "C" fn() -> u64,

@@ -7,7 +7,8 @@
 //! * No slot unwinds. A body that can panic runs inside [`crate::guard`] on the side that
 //!   implements it, and the panic comes back as a [`Fault`].
 //! * Ownership is written on each slot. Borrowed arguments live until the call returns.
-//! * Everything happens on the host's engine thread. No slot may be called from another thread.
+//! * Everything happens on the host's engine thread. No slot may be called from another thread, except
+//!   [`HostApi::log`].
 //! * Opcodes are numbers in a newtype, not Rust enums: an unknown one is an error, never
 //!   undefined behaviour, so codes can be appended within a major version.
 

@@ -33,6 +33,46 @@ impl Ask<'_> {
 }
 
 /// A family of block drafters.
+///
+/// ```no_run
+/// use plugin_api::block::{Ask, BlockDrafter, Chain, Context, Thresholds, masked};
+/// use plugin_api::{Drafts, Result, Target, TargetHead, Tensor};
+///
+/// /// A block is the pending token and masks; every mask becomes a draft.
+/// struct Masks {
+///     context: Context,
+///     target: Target,
+///     head: TargetHead,
+///     mask: i32,
+///     thresholds: Thresholds,
+/// }
+///
+/// impl BlockDrafter for Masks {
+///     fn context(&self) -> &Context {
+///         &self.context
+///     }
+///
+///     fn columns(&self, depth: u32) -> i32 {
+///         1 + depth as i32
+///     }
+///
+///     fn input(&self, pending: &Tensor, width: i32) -> Result<Tensor> {
+///         self.target.embed(&masked(pending, self.mask, width)?)
+///     }
+///
+///     fn propose(&self, out: &Tensor, ask: &Ask<'_>) -> Result<Drafts> {
+///         // The first column is the pending token's.
+///         let hidden = out.slice(1, 1, out.dim(1))?;
+///         let chain = Chain {
+///             markov: None,
+///             confidence: None,
+///             thresholds: &self.thresholds,
+///             ids: self.head.ids(),
+///         };
+///         chain.propose(&self.head.logits(&hidden)?, &hidden, ask)
+///     }
+/// }
+/// ```
 pub trait BlockDrafter: 'static {
     /// The projection and the layers.
     fn context(&self) -> &Context;

@@ -2,6 +2,17 @@
 //!
 //! Hiddens are `[B, T, hidden]`: `B` rows, `T` columns. Rows are ragged: each stands at its own
 //! offset and may fill fewer columns than the widest; [`Step`] says which.
+//!
+//! ```no_run
+//! use plugin_api::layers::{DecoderLayer, LayerCache, Step};
+//! use plugin_api::{Result, Tensor};
+//!
+//! /// One more column for two rows that stand at 7 and 12: `[2, 1, hidden]` in and out.
+//! fn step(layer: &DecoderLayer, cache: &mut LayerCache, x: &Tensor) -> Result<Tensor> {
+//!     let step = Step::new(&[7, 12], &[1, 1], 1, false)?;
+//!     layer.forward(x, &step, cache)
+//! }
+//! ```
 
 mod attention;
 mod cache;

@@ -33,6 +33,25 @@ impl Drop for Bomb {
     }
 }
 
+/// Showing it panics.
+struct Unspeakable;
+
+impl std::fmt::Display for Unspeakable {
+    fn fmt(&self, _: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        panic!("hostile display");
+    }
+}
+
+/// A line of each kind, by both crates, and one from another thread.
+fn talk(rows: usize) {
+    log::info!("logged with {rows} row");
+    log::debug!(target: "library::part", "logged elsewhere");
+    tracing::warn!(rows, name = "two words", "traced");
+    tracing::info_span!("span", rows).in_scope(|| tracing::error!("traced inside"));
+    let thread = std::thread::spawn(|| log::warn!("logged in a thread"));
+    thread.join().expect("the thread logs");
+}
+
 /// Where it notes what it does.
 static DIARY: OnceLock<std::fs::File> = OnceLock::new();
 
@@ -117,8 +136,12 @@ impl Drafter for Hostile {
 
     fn open(&mut self, _: Target, _: &TargetFacts, rows: &[RowSpec]) -> Result<HostileRows> {
         misstep(&self.behave, "open")?;
-        if self.behave == "loud-log" {
-            plugin_api::log(LogLevel::WARN, "hostile", LOUD);
+        match self.behave.as_str() {
+            "loud-log" => plugin_api::log(LogLevel::WARN, "hostile", LOUD),
+            "loud-crate" => log::warn!("{LOUD}"),
+            "panic-display" => log::error!("{Unspeakable}"),
+            "talk" => talk(rows.len()),
+            _ => {}
         }
         Ok(HostileRows {
             behave: self.behave.clone(),
