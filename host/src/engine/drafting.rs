@@ -150,6 +150,17 @@ impl Drafting {
         }
     }
 
+    /// Says what is wrong with drafts that are never right, and where to look. A drafter without taps only goes by
+    /// the text, which may be to blame.
+    pub fn complain(&self, problem: &str) {
+        if let Some(drafter) = self.drafter.as_ref().filter(|d| !d.taps().is_empty()) {
+            let plugin = drafter.plugin();
+            tracing::warn!(
+                "plugin {plugin}: {problem}; `mlxhost plugins check` with --drafter and --model looks for the cause"
+            );
+        }
+    }
+
     /// Stops drafting and says why.
     pub fn give_up(&mut self, why: &str) {
         if let Some(drafter) = self.drafter.take() {

@@ -9,6 +9,7 @@ use plugin_api::sampling::Sampling;
 use super::depth::Costs;
 use super::request::DraftWith;
 use super::thread::{DrafterConfig, DrafterFacts};
+use super::totals::Totals;
 use crate::error::LoadError;
 use crate::model::TargetHandle;
 use crate::plugin::Drafter;
@@ -22,6 +23,8 @@ pub struct Method {
     pub costs: RefCell<Costs>,
     /// What the numbers of a kept state depend on besides its tokens.
     pub namespace: String,
+    /// What it has come to.
+    pub totals: RefCell<Totals>,
 }
 
 impl Method {
@@ -31,6 +34,7 @@ impl Method {
             drafter,
             costs: RefCell::new(costs),
             namespace: String::new(),
+            totals: RefCell::default(),
         }
     }
 
@@ -138,6 +142,16 @@ impl Methods {
             depth: drafter.default_depth(),
         });
         facts.collect()
+    }
+
+    /// What each has come to, by the plugin's name; last and without a name, plain decoding.
+    pub fn totals(&self) -> Vec<(Option<String>, Totals)> {
+        let all = self.drafted.iter().chain([&self.plain]);
+        let of = |method: &Rc<Method>| {
+            let plugin = method.plugin().map(str::to_owned);
+            (plugin, method.totals.borrow().clone())
+        };
+        all.map(of).collect()
     }
 
     /// Keeps what rounds cost for later runs.

@@ -13,6 +13,7 @@ mod row;
 mod scheduler;
 mod stats;
 mod thread;
+mod totals;
 mod untold;
 
 pub use depth::Costs;
@@ -21,3 +22,4 @@ pub use method::Method;
 pub use request::{Answer, DraftWith, Event, Finish, Request, RequestError, Token};
 pub use stats::{Round, Stats};
 pub use thread::{DrafterConfig, DrafterFacts, Engine, EngineConfig, EngineError, Limits, Running};
+pub use totals::Totals;

@@ -81,15 +81,26 @@ impl Group {
         // was delivered.
         let mut kept = Vec::with_capacity(rows);
         let mut finished = Vec::with_capacity(rows);
+        let mut totals = self.method.totals.borrow_mut();
         for ((row, verdict), drafted) in self.rows.iter_mut().zip(&verdicts).zip(proposed) {
+            let is_over = row.over;
             let delivered = row.deliver(&verdict.tokens, verdict.accepted);
-            row.stats.rounds.push(Round {
+            let round = Round {
                 accepted: verdict.accepted.min(delivered.count),
                 drafted,
-            });
+            };
+            if !is_over {
+                totals.add_row(&round, delivered.count);
+            }
+            row.stats.rounds.push(round);
             row.stats.rows += rows;
             kept.push(delivered.count as i32);
             finished.push(delivered.finish);
+        }
+        let problem = totals.end_round();
+        drop(totals);
+        if let Some(problem) = problem {
+            self.drafting.complain(&problem);
         }
         for cache in &mut self.caches {
             cache.resolve(&kept)?;

@@ -93,6 +93,9 @@ impl Scheduler {
                 // Whoever asked may have gone.
                 let _ = report.send(outcome);
             }
+            Command::Totals(report) => {
+                let _ = report.send(self.methods.totals());
+            }
         }
     }
 

@@ -13,6 +13,7 @@ use plugin_api::TargetFacts;
 use super::method::Methods;
 use super::request::{DraftWith, Event, Request, RequestError};
 use super::scheduler::Scheduler;
+use super::totals::Totals;
 use crate::backend;
 use crate::checkpoint::Checkpoint;
 use crate::error::LoadError;
@@ -102,6 +103,8 @@ pub(super) enum Command {
         Box<DrafterConfig>,
         Sender<Result<Vec<DrafterFacts>, LoadError>>,
     ),
+    /// Who wants to know what each way of decoding has come to.
+    Totals(Sender<Vec<(Option<String>, Totals)>>),
 }
 
 /// A request that is being served. Dropping it cancels the request.
@@ -223,6 +226,17 @@ impl Engine {
             .unzip();
         self.send(Command::Serve(submissions))?;
         Ok(running)
+    }
+
+    /// What decoding with each drafter has come to, by the plugin's name; last and without a name, that without
+    /// drafters. A drafter that was swapped in begins at nothing. Answered between two rounds.
+    ///
+    /// # Errors
+    /// The engine has stopped.
+    pub fn totals(&self) -> Result<Vec<(Option<String>, Totals)>, EngineError> {
+        let (report, totals) = mpsc::channel();
+        self.send(Command::Totals(report))?;
+        totals.recv().map_err(|_| EngineError::Stopped)
     }
 
     fn send(&self, command: Command) -> Result<(), EngineError> {
