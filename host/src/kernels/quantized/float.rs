@@ -38,6 +38,9 @@ pub fn multiply(
     let rows = out.len() / TILE;
     assert!(outputs <= TILE && first + outputs <= matrix.outputs);
     assert!(x.len() == rows * matrix.inputs && out.len() == rows * TILE);
+    if rows == 0 {
+        return;
+    }
     let (words, groups) = (
         matrix.inputs * matrix.bits / 32,
         matrix.inputs / matrix.group,
