@@ -235,6 +235,29 @@ pub fn ask(engine: &Engine, request: &Request) -> Reply {
     collect(engine.submit(request.clone()).expect("a valid request"))
 }
 
+/// The least memory in use while the first `tokens` of an answer come, for a pass in progress needs some of its own;
+/// and the answer, which is cancelled then. Ask for far more: it must not end before, however far the
+/// engine is ahead of whoever listens.
+pub fn memory_while(engine: &Engine, request: &Request, tokens: usize) -> (i64, Stats) {
+    let running = engine.submit(request.clone()).expect("a valid request");
+    let (mut least, mut count) = (i64::MAX, 0);
+    while let Some(event) = running.next_event() {
+        match event {
+            Event::Token(_) if count < tokens => {
+                count += 1;
+                least = least.min(plugin_api::memory_used() as i64);
+            }
+            Event::Token(_) => running.cancel(),
+            Event::Done(answer) => {
+                assert_eq!(answer.finish, Finish::Cancelled);
+                return (least, answer.stats);
+            }
+            Event::Failed(why) => panic!("the answer broke off: {why}"),
+        }
+    }
+    panic!("the engine ended without an answer")
+}
+
 /// Serves requests as one group.
 pub fn ask_together(engine: &Engine, requests: &[Request]) -> Vec<Reply> {
     let running = engine.submit_all(requests.to_vec());

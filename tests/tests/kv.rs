@@ -6,10 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use mlxhost::checkpoint::Checkpoint;
-use mlxhost::engine::{Event, Request};
 use mlxhost::model::{KvBits, KvConfig, Model};
 use mlxhost_tests::cases::{Copy, assert_refused, text};
-use mlxhost_tests::decoding::{ask, engine_storing, request};
+use mlxhost_tests::decoding::{ask, engine_storing, memory_while, request};
 use mlxhost_tests::forced::{drafts_change_nothing, prompt};
 use mlxhost_tests::together::{like_alone_with, like_alone_with_forced_drafts};
 use mlxhost_tests::{checkpoint, engine_lock, id_list, root, run, tensors};
@@ -211,23 +210,11 @@ fn eight_bits_hardly_change_what_a_model_says() {
 const PROMPTS: [usize; 2] = [300, 1700];
 const ANSWER: usize = 60;
 
-/// The least memory in use while an answer is decoded: a pass in progress needs some of its own.
 fn memory(model: &Path, kv: &KvConfig, prompt: usize) -> i64 {
     let engine = engine_storing(model, None, kv);
     let prompt: Vec<i32> = (0..prompt).map(|i| (i * i % 251) as i32).collect();
-    let mut least = i64::MAX;
-    let request = Request {
-        depth: None,
-        ..request(&prompt, ANSWER)
-    };
-    for event in engine.submit(request).expect("a valid request") {
-        match event {
-            Event::Token(_) => least = least.min(plugin_api::memory_used() as i64),
-            Event::Done(_) => {}
-            Event::Failed(why) => panic!("the answer broke off: {why}"),
-        }
-    }
-    least
+    let request = request(&prompt, 20 * ANSWER);
+    memory_while(&engine, &request, ANSWER).0
 }
 
 #[test]

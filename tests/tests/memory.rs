@@ -3,36 +3,26 @@
 use std::sync::Arc;
 
 use mlxhost::checkpoint::Checkpoint;
-use mlxhost::engine::{Engine, Event, Request};
+use mlxhost::engine::{Engine, Request};
 use mlxhost::model::Model;
 use serde_json::json;
 
 use mlxhost_tests::cases::Copy;
-use mlxhost_tests::decoding::{PAIRS, Random, ask, drafter, engine, request};
+use mlxhost_tests::decoding::{PAIRS, Random, ask, drafter, engine, memory_while, request};
 use mlxhost_tests::{checkpoint, engine_lock};
 
 /// Tokens of prompts, and of the answers: no buffer grows while one is decoded.
 const PROMPTS: [usize; 2] = [300, 3850];
 const ANSWER: usize = 150;
 
-/// The least memory in use while an answer is decoded: a pass in progress needs some of its own.
 fn memory(engine: &Engine, prompt: usize) -> i64 {
     let prompt: Vec<i32> = (0..prompt).map(|i| (i * i % 251) as i32).collect();
     let request = Request {
         depth: Some(3),
-        ..request(&prompt, ANSWER)
+        ..request(&prompt, 20 * ANSWER)
     };
-    let mut least = i64::MAX;
-    for event in engine.submit(request).expect("a valid request") {
-        match event {
-            Event::Token(_) => least = least.min(plugin_api::memory_used() as i64),
-            Event::Done(answer) => {
-                assert_eq!(answer.stats.tokens, ANSWER);
-                assert_eq!(answer.stats.drafter.as_deref(), Some("dflash"));
-            }
-            Event::Failed(why) => panic!("the answer broke off: {why}"),
-        }
-    }
+    let (least, stats) = memory_while(engine, &request, ANSWER);
+    assert_eq!(stats.drafter.as_deref(), Some("dflash"));
     least
 }
 
