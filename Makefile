@@ -26,7 +26,7 @@ MODELS   := $(DESTDIR)$(PREFIX)/share/mlxhost/models
 TARGET   := smollm2-135m-instruct
 DRAFTERS := smollm2-mtp/bf16 smollm2-mtp/4bit smollm2-dflash/4bit
 
-.PHONY: help build model run test lint bench bench-peers bench-kernels bench-instructions install clean
+.PHONY: help build model run test lint bench bench-batch bench-peers bench-kernels bench-instructions install clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -66,6 +66,9 @@ lint: ## formatting, clippy, rustdoc; and that no plugin reaches MLX
 
 bench: model build ## compare with other engines, and drafters with none; ARGS=--quick for a first look
 	$(PYTHON) bench/bench.py $(ARGS)
+
+bench-batch: model build ## many requests at a time, with drafters and without
+	$(PYTHON) bench/batch.py $(ARGS)
 
 bench-peers: ## install the other engines for `make bench` (compiles llama.cpp)
 	$(PYTHON) -m venv bench/.venv
