@@ -30,9 +30,9 @@ fn the_engine_knows_what_each_drafter_has_come_to() {
     let names: Vec<_> = totals.iter().map(|(name, _)| name.as_deref()).collect();
     assert_eq!(names, [Some("qwen_mtp"), Some("ngram"), None]);
     let [head, unused, none] = [0, 1, 2].map(|at: usize| &totals[at].1);
-    let sum = |of: fn(&Stats) -> usize| replies.iter().map(|r| of(&r.stats) as u64).sum::<u64>();
-    assert_eq!(head.rows, sum(|stats| stats.rounds.len()));
-    assert_eq!(head.tokens, sum(|stats| stats.tokens - 1));
+    let sum = |of: fn(&Stats) -> usize| replies.iter().map(|r| of(&r.stats)).sum::<usize>();
+    assert_eq!(head.rows as usize, sum(|stats| stats.rounds.len()));
+    assert_eq!(head.tokens as usize, sum(|stats| stats.tokens - 1));
     assert_eq!(head.drafted(), sum(Stats::drafted_tokens));
     assert_eq!(head.accepted(), sum(Stats::accepted_tokens));
     let most = replies.iter().map(|r| r.stats.rounds.len() as u64).max();

@@ -4,13 +4,13 @@
 //! and what comes next is legal whatever it is, so every accepted length can be had from any drafter. What each
 //! row was told is remembered. Told again to a row alone, it must bring the same drafts.
 
-use plugin_api::abi::{Advance, Donor, DraftRequest, RawTensor};
+use plugin_api::abi::{Donor, DraftRequest};
 use plugin_api::layers::{LayerCache, Step};
 use plugin_api::{Error, Result, RowSpec, Tensor};
 
 use super::stage::{Event, Kept, Row, Stage};
 use crate::model::Pass;
-use crate::plugin::Rows;
+use crate::plugin::{Progress, Rows};
 
 /// Rows that the target and the drafter process together.
 pub(super) struct Group<'s> {
@@ -63,14 +63,13 @@ impl Stage {
                 .map_err(|e| e.context("restore"))?,
             None => {
                 let row = &kept.row;
-                let told = Told {
-                    is_prompt: true,
+                let told = Progress {
                     tokens: &[&row.tokens],
                     next: &[row.pending],
                     accepted: &[0],
                     taps: &[],
                 };
-                told.tell(&mut group.rows)?;
+                tell(&mut group.rows, true, &told)?;
             }
         }
         group.counted("restore")?;
@@ -180,14 +179,13 @@ impl Group<'_> {
         taps: &[Tensor],
     ) -> Result<()> {
         let lists: Vec<&[i32]> = tokens.iter().map(Vec::as_slice).collect();
-        let told = Told {
-            is_prompt,
+        let told = Progress {
             tokens: &lists,
             next,
             accepted,
             taps,
         };
-        told.tell(&mut self.rows)?;
+        tell(&mut self.rows, is_prompt, &told)?;
         for (index, row) in self.told.iter_mut().enumerate() {
             let count = tokens[index].len() as i32;
             if count == 0 {
@@ -433,30 +431,10 @@ impl Group<'_> {
     }
 }
 
-/// Tokens that were processed, per row, as the boundary carries them.
-pub(super) struct Told<'a> {
-    pub is_prompt: bool,
-    pub tokens: &'a [&'a [i32]],
-    pub next: &'a [i32],
-    pub accepted: &'a [u32],
-    pub taps: &'a [Tensor],
-}
-
-impl Told<'_> {
-    pub fn tell(&self, rows: &mut Rows) -> Result<()> {
-        let lens: Vec<u32> = self.tokens.iter().map(|t| t.len() as u32).collect();
-        let tokens: Vec<i32> = self.tokens.concat();
-        let taps: Vec<RawTensor> = self.taps.iter().map(Tensor::raw).collect();
-        let advance = Advance {
-            lens: lens.as_slice().into(),
-            tokens: tokens.as_slice().into(),
-            next: self.next.into(),
-            taps: taps.as_slice().into(),
-            accepted: self.accepted.into(),
-        };
-        match self.is_prompt {
-            true => rows.prefill(&advance).map_err(|e| e.context("prefill")),
-            false => rows.commit(&advance).map_err(|e| e.context("commit")),
-        }
+/// Tells a drafter what was processed; a fault says in which call.
+fn tell(rows: &mut Rows, is_prompt: bool, progress: &Progress<'_>) -> Result<()> {
+    match is_prompt {
+        true => rows.prefill(progress).map_err(|e| e.context("prefill")),
+        false => rows.commit(progress).map_err(|e| e.context("commit")),
     }
 }

@@ -4,16 +4,12 @@ use object::{Object, ObjectSection, ObjectSymbol};
 use plugin_api::abi::FaultCode;
 use plugin_api::{Error, RowState, TargetFacts};
 
-use super::group::Told;
 use super::report::{Broken, Finding, Outcome};
 use super::stage::{Row, Stage};
 use super::subject::Subject;
 use super::target;
-use crate::plugin::{Drafter, Library};
+use crate::plugin::{Drafter, Library, MAX_DEPTH, Progress};
 use crate::text::one_line;
-
-/// The deepest draft that a host asks for.
-const MOST_DEPTH: u32 = 256;
 
 /// An option that no plugin has.
 const NO_OPTION: &str = "no-such-option";
@@ -152,9 +148,9 @@ pub(super) fn info(subject: &Subject) -> Outcome {
             first.default_depth, first.max_depth
         ));
     }
-    if first.max_depth > MOST_DEPTH {
+    if first.max_depth > MAX_DEPTH {
         notes.push(format!(
-            "it says that it drafts {} tokens; no host asks for more than {MOST_DEPTH}",
+            "it says that it drafts {} tokens; no host asks for more than {MAX_DEPTH}",
             first.max_depth
         ));
     }
@@ -308,25 +304,27 @@ fn calls(stage: &Stage, answers: &mut Answers) -> Result<(), Broken> {
         true,
         group.rows().capture(1),
     );
-    let two = Told {
-        is_prompt: false,
+    let two = Progress {
         tokens: &[&[1], &[1]],
         next: &[1, 1],
         accepted: &[0, 0],
         taps: &[],
     };
     let mut group = stage.begun(1, 1)?;
-    answers.hear("news of two rows to one", true, two.tell(group.rows()));
+    answers.hear("news of two rows to one", true, group.rows().commit(&two));
     if !stage.taps.is_empty() {
-        let bare = Told {
-            is_prompt: false,
+        let bare = Progress {
             tokens: &[&[1]],
             next: &[1],
             accepted: &[0],
             taps: &[],
         };
         let mut group = stage.begun(1, 1)?;
-        answers.hear("tokens without the hiddens", true, bare.tell(group.rows()));
+        answers.hear(
+            "tokens without the hiddens",
+            true,
+            group.rows().commit(&bare),
+        );
     }
     Ok(())
 }

@@ -2,11 +2,11 @@
 
 use std::rc::Rc;
 
-use plugin_api::abi::{Advance, Donor, DraftRequest, FaultCode, RawTensor};
-use plugin_api::{DonorKind, Result, RowSpec, RowState, Tap, Tensor};
+use plugin_api::abi::{Donor, DraftRequest, FaultCode};
+use plugin_api::{DonorKind, Result, RowSpec, RowState, Tap};
 
 use crate::model::TargetHandle;
-use crate::plugin::{Draft, Drafter, Rows};
+use crate::plugin::{Draft, Drafter, Progress, Rows};
 use crate::prefix::Entry;
 
 use super::untold::Untold;
@@ -19,18 +19,6 @@ pub(super) struct Drafting {
     untold: Untold,
     /// Tokens that it was told of before the last draft, beyond those of the round before.
     caught_up: usize,
-}
-
-/// What happened to the rows since the last call, as lists per row.
-pub(super) struct Progress<'a> {
-    /// Processed tokens.
-    pub tokens: &'a [&'a [i32]],
-    /// The token that follows them.
-    pub next: &'a [i32],
-    /// How many of them were drafted.
-    pub accepted: &'a [u32],
-    /// The requested taps of the pass that processed them.
-    pub taps: &'a [Tensor],
 }
 
 impl Drafting {
@@ -79,7 +67,7 @@ impl Drafting {
                     accepted: &[0],
                     taps: &[],
                 };
-                with_advance(&progress, |advance| rows.prefill(advance))?;
+                rows.prefill(&progress)?;
             }
         }
         Ok(Self {
@@ -201,7 +189,7 @@ impl Drafting {
 
     /// A part of the prompts was processed.
     pub fn prefill(&mut self, progress: &Progress<'_>) {
-        self.call(|rows| with_advance(progress, |advance| rows.prefill(advance)));
+        self.call(|rows| rows.prefill(progress));
     }
 
     /// A round has kept these tokens, after a draft or (`drafted` false) without one.
@@ -217,7 +205,7 @@ impl Drafting {
             return;
         }
         self.tell();
-        self.call(|rows| with_advance(progress, |advance| rows.commit(advance)));
+        self.call(|rows| rows.commit(progress));
     }
 
     /// Tells the drafter of the rounds that it has not heard of. How many tokens there were.
@@ -236,7 +224,7 @@ impl Drafting {
                 accepted: &vec![0; tokens.len()],
                 taps: &piece.taps,
             };
-            self.call(|rows| with_advance(&progress, |advance| rows.commit(advance)));
+            self.call(|rows| rows.commit(&progress));
         }
         count
     }
@@ -293,18 +281,4 @@ impl Drafting {
         }
         self.call(|rows| rows.filter(keep));
     }
-}
-
-/// Lends the progress as the boundary carries it.
-fn with_advance<T>(progress: &Progress<'_>, body: impl FnOnce(&Advance<'_>) -> T) -> T {
-    let lens: Vec<u32> = progress.tokens.iter().map(|t| t.len() as u32).collect();
-    let tokens: Vec<i32> = progress.tokens.concat();
-    let taps: Vec<RawTensor> = progress.taps.iter().map(Tensor::raw).collect();
-    body(&Advance {
-        lens: lens.as_slice().into(),
-        tokens: tokens.as_slice().into(),
-        next: progress.next.into(),
-        taps: taps.as_slice().into(),
-        accepted: progress.accepted.into(),
-    })
 }

@@ -11,10 +11,11 @@ use plugin_api::sampling::{self, Sampling};
 use plugin_api::{Result, Tensor};
 
 use crate::model::{Model, TargetHandle};
+use crate::plugin::Progress;
 use crate::prefix::PrefixStore;
 use crate::text::Tokenizer;
 
-use super::drafting::{Drafting, Progress};
+use super::drafting::Drafting;
 use super::method::Method;
 use super::request::{Event, Finish, Request};
 use super::row::Row;
@@ -249,11 +250,15 @@ impl Group {
         if finished.iter().all(Option::is_none) {
             return;
         }
-        let plugin = self.drafting.plugin().map(str::to_owned);
         for (row, finish) in finished.iter().enumerate() {
-            if let Some(finish) = finish.filter(|_| !self.rows[row].over) {
+            if finish.is_some() && !self.rows[row].over {
                 self.keep(row);
-                self.rows[row].finish(finish, plugin.as_deref());
+            }
+        }
+        let plugin = self.drafting.plugin();
+        for (row, finish) in self.rows.iter_mut().zip(finished) {
+            if let Some(finish) = finish {
+                row.finish(*finish, plugin);
             }
         }
         let staying = (0..).zip(finished).filter(|(_, end)| end.is_none());

@@ -11,12 +11,11 @@ use plugin_api::layers::{LayerCache, Step};
 use plugin_api::sampling::{self, Sampling};
 use plugin_api::{DType, DonorKind, Result, Tensor};
 
-use super::drafting::Progress;
 use super::group::Group;
 use super::row::Row;
 use super::stats::Round;
 use crate::model::Model;
-use crate::plugin::Draft;
+use crate::plugin::{Draft, Progress};
 
 /// What one row's verification gave.
 struct Verdict {

@@ -34,6 +34,20 @@ pub struct Round {
     pub accepted: usize,
 }
 
+impl Round {
+    /// Adds, for the first, second, … token of its draft, that it was drafted, and whether it was delivered.
+    pub(super) fn count_into(&self, counts: &mut Vec<(usize, usize)>) {
+        let drafted = self.drafted.len();
+        if counts.len() < drafted {
+            counts.resize(drafted, (0, 0));
+        }
+        for (position, count) in counts.iter_mut().enumerate().take(drafted) {
+            count.0 += 1;
+            count.1 += usize::from(position < self.accepted);
+        }
+    }
+}
+
 impl Stats {
     /// All drafted tokens.
     pub fn drafted_tokens(&self) -> usize {
@@ -50,13 +64,7 @@ impl Stats {
     pub fn by_position(&self) -> Vec<(usize, usize)> {
         let mut counts: Vec<(usize, usize)> = Vec::new();
         for round in &self.rounds {
-            if counts.len() < round.drafted.len() {
-                counts.resize(round.drafted.len(), (0, 0));
-            }
-            for (position, count) in counts.iter_mut().enumerate().take(round.drafted.len()) {
-                count.0 += 1;
-                count.1 += usize::from(position < round.accepted);
-            }
+            round.count_into(&mut counts);
         }
         counts
     }

@@ -18,7 +18,7 @@ pub struct Totals {
     /// Delivered tokens, the first ones of answers excepted: those come from the prompts' passes.
     pub tokens: u64,
     /// For the first, second, … token of a draft: how often it was drafted, and how often delivered.
-    pub by_position: Vec<(u64, u64)>,
+    pub by_position: Vec<(usize, usize)>,
     /// Of the rounds since the share of accepted tokens was last looked at.
     lately: Lately,
 }
@@ -33,12 +33,12 @@ struct Lately {
 
 impl Totals {
     /// All drafted tokens.
-    pub fn drafted(&self) -> u64 {
+    pub fn drafted(&self) -> usize {
         self.by_position.iter().map(|(drafted, _)| drafted).sum()
     }
 
     /// All drafted tokens that were delivered.
-    pub fn accepted(&self) -> u64 {
+    pub fn accepted(&self) -> usize {
         self.by_position.iter().map(|(_, accepted)| accepted).sum()
     }
 
@@ -46,15 +46,8 @@ impl Totals {
     pub(super) fn add_row(&mut self, round: &Round, tokens: usize) {
         self.rows += 1;
         self.tokens += tokens as u64;
-        let drafted = round.drafted.len();
-        if self.by_position.len() < drafted {
-            self.by_position.resize(drafted, (0, 0));
-        }
-        for (position, count) in self.by_position.iter_mut().enumerate().take(drafted) {
-            count.0 += 1;
-            count.1 += u64::from(position < round.accepted);
-        }
-        self.lately.drafted += drafted as u64;
+        round.count_into(&mut self.by_position);
+        self.lately.drafted += round.drafted.len() as u64;
         self.lately.accepted += round.accepted as u64;
     }
 

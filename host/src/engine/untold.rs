@@ -5,7 +5,7 @@
 
 use plugin_api::{Result, Tensor};
 
-use super::drafting::Progress;
+use crate::plugin::Progress;
 
 /// What is kept at most: tokens of a row, and bytes of taps. Then the drafter is told.
 const MOST_TOKENS: usize = 1024;
@@ -15,6 +15,10 @@ const MOST_BYTES: usize = 32 << 20;
 #[derive(Default)]
 pub(super) struct Untold {
     pieces: Vec<Piece>,
+    /// Of all pieces, as every round asks: tokens of all rows, the longest rows one after the other, bytes.
+    tokens: usize,
+    width: usize,
+    bytes: usize,
 }
 
 /// Some tokens of every row, maybe none of some.
@@ -83,29 +87,33 @@ impl Piece {
 impl Untold {
     /// Every row got one token.
     pub fn push(&mut self, round: &Progress<'_>) {
-        self.pieces.push(Piece {
+        self.add(Piece {
             tokens: round.tokens.iter().map(|tokens| tokens.to_vec()).collect(),
             next: round.next.to_vec(),
             taps: round.taps.to_vec(),
         });
     }
 
+    fn add(&mut self, piece: Piece) {
+        self.tokens += piece.tokens.iter().map(Vec::len).sum::<usize>();
+        self.width += piece.width();
+        self.bytes += piece.bytes();
+        self.pieces.push(piece);
+    }
+
     /// Tokens of all rows.
     pub fn tokens(&self) -> usize {
-        let rows = self.pieces.iter().flat_map(|piece| &piece.tokens);
-        rows.map(Vec::len).sum()
+        self.tokens
     }
 
     /// Whether it is more than should be kept.
     pub fn is_much(&self) -> bool {
-        let tokens: usize = self.pieces.iter().map(Piece::width).sum();
-        let bytes: usize = self.pieces.iter().map(Piece::bytes).sum();
-        tokens >= MOST_TOKENS || bytes >= MOST_BYTES
+        self.width >= MOST_TOKENS || self.bytes >= MOST_BYTES
     }
 
     /// All of it, in as few pieces as there can be; nothing is left.
     pub fn take(&mut self) -> Result<Vec<Piece>> {
-        merged(&std::mem::take(&mut self.pieces))
+        merged(&std::mem::take(self).pieces)
     }
 
     /// The given rows alone.
@@ -162,7 +170,9 @@ fn merged(pieces: &[Piece]) -> Result<Vec<Piece>> {
 fn computed(pieces: Vec<Piece>) -> Result<Untold> {
     let taps: Vec<&Tensor> = pieces.iter().flat_map(|piece| &piece.taps).collect();
     Tensor::eval_all(&taps)?;
-    Ok(Untold { pieces })
+    let mut untold = Untold::default();
+    pieces.into_iter().for_each(|piece| untold.add(piece));
+    Ok(untold)
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use crate::error::LoadError;
 use crate::model::{Model, TargetHandle};
 
 /// The deepest draft a host asks for, whatever a plugin claims.
-const MAX_DEPTH: u32 = 256;
+pub(crate) const MAX_DEPTH: u32 = 256;
 
 /// The most hidden states of the target that a drafter gets to see.
 const MAX_TAPS: usize = 64;

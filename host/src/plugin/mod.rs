@@ -13,10 +13,11 @@ mod registry;
 mod rows;
 
 pub use discover::{Candidate, Place, Search, Searched, Verdict};
+pub(crate) use drafter::MAX_DEPTH;
 pub use drafter::{Drafter, DrafterSource};
 pub use gate::check_version;
 pub use library::Library;
 pub use lock::Lock;
 pub use manifest::{Manifest, PluginFile};
 pub use registry::{Choice, Registry};
-pub use rows::{Draft, Rows};
+pub use rows::{Draft, Progress, Rows};

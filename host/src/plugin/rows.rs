@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use plugin_api::abi::{Advance, DType, DraftRequest, Fault, RawRows};
+use plugin_api::abi::{Advance, DType, DraftRequest, Fault, RawRows, RawTensor};
 use plugin_api::{Error, Result, RowState, Tensor};
 
 use super::drafter::Drafter;
@@ -34,6 +34,18 @@ pub struct Draft {
     pub lens: Vec<u32>,
 }
 
+/// What happened to the rows since the last call, as lists per row.
+pub struct Progress<'a> {
+    /// Processed tokens.
+    pub tokens: &'a [&'a [i32]],
+    /// The token that follows them.
+    pub next: &'a [i32],
+    /// How many of them were drafted.
+    pub accepted: &'a [u32],
+    /// The requested taps of the pass that processed them.
+    pub taps: &'a [Tensor],
+}
+
 impl Rows {
     pub(super) fn new(raw: RawRows, drafter: Rc<Drafter>, target: Rc<TargetHandle>) -> Self {
         Self {
@@ -50,15 +62,17 @@ impl Rows {
     }
 
     /// A part of the prompt was processed.
-    pub fn prefill(&mut self, advance: &Advance<'_>) -> Result<()> {
-        self.raw.table.prefill()(self.raw.this, advance)
+    pub fn prefill(&mut self, progress: &Progress<'_>) -> Result<()> {
+        let slot = self.raw.table.prefill();
+        with_advance(progress, |advance| slot(self.raw.this, advance))
             .into_result()
             .map_err(fault)
     }
 
     /// Exactly these tokens are kept.
-    pub fn commit(&mut self, advance: &Advance<'_>) -> Result<()> {
-        self.raw.table.commit()(self.raw.this, advance)
+    pub fn commit(&mut self, progress: &Progress<'_>) -> Result<()> {
+        let slot = self.raw.table.commit();
+        with_advance(progress, |advance| slot(self.raw.this, advance))
             .into_result()
             .map_err(fault)
     }
@@ -167,6 +181,20 @@ impl Rows {
             Err(Error::failed(problem))
         }
     }
+}
+
+/// Lends the progress as the boundary carries it.
+fn with_advance<T>(progress: &Progress<'_>, body: impl FnOnce(&Advance<'_>) -> T) -> T {
+    let lens: Vec<u32> = progress.tokens.iter().map(|t| t.len() as u32).collect();
+    let tokens: Vec<i32> = progress.tokens.concat();
+    let taps: Vec<RawTensor> = progress.taps.iter().map(Tensor::raw).collect();
+    body(&Advance {
+        lens: lens.as_slice().into(),
+        tokens: tokens.as_slice().into(),
+        next: progress.next.into(),
+        taps: taps.as_slice().into(),
+        accepted: progress.accepted.into(),
+    })
 }
 
 /// A fault's message on one line: it is shown to the user.
