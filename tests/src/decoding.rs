@@ -3,6 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use mlxhost::LoadError;
+pub use mlxhost::check::Random;
 use mlxhost::checkpoint::Checkpoint;
 use mlxhost::engine::{
     DraftWith, DrafterConfig, Engine, EngineConfig, Event, Finish, Limits, Request, Round, Running,
@@ -77,13 +79,21 @@ pub fn start(config: EngineConfig) -> Engine {
 
 /// A drafter of this workspace's plugin `name`.
 pub fn drafter(name: &str, checkpoint: Option<&Path>, options: &[(&str, &str)]) -> DrafterSource {
-    let file = PluginFile::read(&plugin(name)).expect("a plugin");
+    source(&plugin(name), checkpoint, options).expect("the plugin loads")
+}
+
+/// A drafter of the plugin in a file.
+pub fn source(
+    library: &Path,
+    checkpoint: Option<&Path>,
+    options: &[(&str, &str)],
+) -> Result<DrafterSource, LoadError> {
     let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
-    DrafterSource {
-        library: Library::load(&file).expect("the plugin loads"),
+    Ok(DrafterSource {
+        library: Library::load(&PluginFile::read(library)?)?,
         checkpoint: checkpoint.map(Path::to_owned),
         options: options.iter().map(owned).collect(),
-    }
+    })
 }
 
 /// A target with a drafter for it.
@@ -335,21 +345,7 @@ pub fn forced_rounds(tokens: usize, depth: usize, accept: &[usize]) -> Vec<(usiz
     rounds
 }
 
-/// A small generator of patterns, the same in every run (splitmix64).
-pub struct Random(pub u64);
-
-impl Random {
-    /// A number below `n`.
-    pub fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) % n as u64) as usize
-    }
-
-    /// Accepted lengths from 0 to `depth`.
-    pub fn pattern(&mut self, depth: usize, len: usize) -> Vec<usize> {
-        (0..len).map(|_| self.below(depth + 1)).collect()
-    }
+/// Accepted lengths from 0 to `depth`.
+pub fn pattern(random: &mut Random, depth: usize, len: usize) -> Vec<usize> {
+    (0..len).map(|_| random.below(depth + 1)).collect()
 }

@@ -7,7 +7,7 @@ use mlxhost::model::KvConfig;
 use plugin_api::sampling::Sampling;
 
 use crate::decoding::{
-    Random, Reply, Script, ask, engine_storing, forced_rounds, request, sampled,
+    Random, Reply, Script, ask, engine_storing, forced_rounds, pattern, request, sampled,
 };
 use crate::{engine_lock, fixture, ids, json};
 
@@ -25,7 +25,7 @@ fn patterns(depth: usize) -> [Vec<usize>; 4] {
     [
         (0..=depth).collect(),
         (0..=depth).rev().collect(),
-        Random(depth as u64).pattern(depth, 9),
+        pattern(&mut Random(depth as u64), depth, 9),
         vec![depth],
     ]
 }

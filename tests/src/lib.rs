@@ -151,6 +151,12 @@ pub fn run_json(args: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).expect("a JSON object")
 }
 
+/// How many of something a test tries: as the environment says, else `usual`.
+pub fn number(variable: &str, usual: usize) -> usize {
+    let asked = std::env::var(variable).ok();
+    asked.and_then(|n| n.parse().ok()).unwrap_or(usual)
+}
+
 /// A path as an argument.
 pub fn text(path: &Path) -> &str {
     path.to_str().expect("a path in UTF-8")

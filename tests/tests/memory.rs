@@ -9,7 +9,7 @@ use serde_json::json;
 
 use mlxhost_tests::cases::Copy;
 use mlxhost_tests::decoding::{PAIRS, Random, ask, drafter, engine, memory_while, request};
-use mlxhost_tests::{checkpoint, engine_lock};
+use mlxhost_tests::{checkpoint, engine_lock, number};
 
 /// Tokens of prompts, and of the answers: no buffer grows while one is decoded.
 const PROMPTS: [usize; 2] = [300, 3850];
@@ -54,8 +54,7 @@ fn a_drafter_that_slides_keeps_no_more_after_thousands_of_tokens() {
 
 /// How many come and go; `MLXHOST_REQUESTS` says another number.
 fn requests() -> usize {
-    let asked = std::env::var("MLXHOST_REQUESTS").ok();
-    asked.and_then(|n| n.parse().ok()).unwrap_or(80)
+    number("MLXHOST_REQUESTS", 80)
 }
 
 #[test]

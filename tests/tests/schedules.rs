@@ -11,9 +11,9 @@ use mlxhost::prefix::PrefixConfig;
 use plugin_api::sampling::Sampling;
 
 use mlxhost_tests::decoding::{
-    PAIRS, Random, Reply, Script, ask, drafter, engine, engine_with, request, sampled,
+    PAIRS, Random, Reply, Script, ask, drafter, engine, engine_with, pattern, request, sampled,
 };
-use mlxhost_tests::{checkpoint, engine_lock};
+use mlxhost_tests::{checkpoint, engine_lock, number};
 
 /// Tokens of the longest answers.
 const LONGEST: usize = 20;
@@ -22,8 +22,7 @@ const LONGEST: usize = 20;
 const POOL: usize = 12;
 
 fn schedules() -> usize {
-    let asked = std::env::var("MLXHOST_SCHEDULES").ok();
-    asked.and_then(|n| n.parse().ok()).unwrap_or(2)
+    number("MLXHOST_SCHEDULES", 2)
 }
 
 /// Requests that differ in everything, and what each gives alone. Some are the beginning of others.
@@ -178,7 +177,7 @@ fn whoever_comes_and_goes_with_forced_drafts_gets_what_it_gets_alone() {
         let mut script = Script::default();
         let mut random = Random(5);
         for (request, reply) in pool.0.iter().zip(&pool.1) {
-            script.add(request, &reply.tokens, &random.pattern(5, 7));
+            script.add(request, &reply.tokens, &pattern(&mut random, 5, 7));
         }
         all_schedules(&model, &script.drafter(), &pool);
     }

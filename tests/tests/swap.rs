@@ -4,16 +4,14 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use mlxhost::engine::{DrafterConfig, Engine, Event, Finish, Running};
-use mlxhost::plugin::{DrafterSource, Library, PluginFile};
 use mlxhost_tests::cases::{altered_library, replace};
-use mlxhost_tests::decoding::{Random, Reply, ask, drafter, engine, request, sampled};
-use mlxhost_tests::{checkpoint, command, engine_lock, plugin};
+use mlxhost_tests::decoding::{Random, Reply, ask, drafter, engine, request, sampled, source};
+use mlxhost_tests::{checkpoint, command, engine_lock, number, plugin};
 use tempfile::TempDir;
 
 /// Swaps to builds that were never loaded before; `MLXHOST_SWAPS` says another number.
 fn swaps() -> usize {
-    let asked = std::env::var("MLXHOST_SWAPS").ok();
-    asked.and_then(|n| n.parse().ok()).unwrap_or(40)
+    number("MLXHOST_SWAPS", 40)
 }
 
 /// A build of `ngram` that nobody has seen yet: another text, at another digest.
@@ -29,13 +27,8 @@ fn build(number: usize) -> (TempDir, PathBuf) {
 }
 
 fn config(path: &Path, options: &[(&str, &str)]) -> Result<DrafterConfig, mlxhost::LoadError> {
-    let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
     Ok(DrafterConfig {
-        source: DrafterSource {
-            library: Library::load(&PluginFile::read(path)?)?,
-            checkpoint: None,
-            options: options.iter().map(owned).collect(),
-        },
+        source: source(path, None, options)?,
         costs: None,
     })
 }

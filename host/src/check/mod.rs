@@ -17,6 +17,7 @@ mod supervise;
 mod target;
 
 pub use report::{Report, Verdict};
+pub use stage::Random;
 pub use subject::Subject;
 pub use supervise::supervise;
 pub use target::write as write_target;

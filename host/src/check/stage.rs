@@ -10,7 +10,7 @@ use crate::model::TargetHandle;
 use crate::plugin::Drafter;
 
 /// Numbers that are the same in every run (splitmix64).
-pub(super) struct Random(pub u64);
+pub struct Random(pub u64);
 
 impl Random {
     /// A number below `n`, which is at least 1.

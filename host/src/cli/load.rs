@@ -116,15 +116,12 @@ fn target(args: &ModelArgs) -> Result<(PathBuf, bool), CliError> {
 
 /// What drafts with the plugin at `path` instead, with all else as the user said. Loads the library.
 pub fn replacement(args: &ModelArgs, path: &Path) -> Result<DrafterConfig, CliError> {
-    let mut registry = Registry::discover(&Search {
+    let registry = discover(&Search {
         named: vec![path.to_owned()],
         lock: lock_file(&args.plugins),
         trust_writable: args.plugins.trust_writable_plugins,
         ..Search::default()
     })?;
-    if let Some(error) = registry.take_refusal_of_named() {
-        return Err(error.into());
-    }
     let (model, bundled) = target(args)?;
     let checkpoint = Checkpoint::open(&model)?;
     let source = drafter(args, &registry, &checkpoint, bundled, None)?
@@ -212,13 +209,18 @@ pub fn lock_file(paths: &PluginPaths) -> Option<PathBuf> {
     paths.plugin_lock.clone().or_else(usual)
 }
 
-/// The plugins that the user's paths hold. What was named has to be right; elsewhere, what can't be used is
-/// passed over.
-pub fn registry(paths: &PluginPaths) -> Result<Registry, CliError> {
-    let mut registry = Registry::discover(&search(paths))?;
-    if let Some(error) = registry.take_refusal_of_named() {
-        return Err(error.into());
+/// Looks for plugins. What the user has named has to be right.
+pub fn discover(search: &Search) -> Result<Registry, CliError> {
+    let mut registry = Registry::discover(search)?;
+    match registry.take_refusal_of_named() {
+        Some(error) => Err(error.into()),
+        None => Ok(registry),
     }
+}
+
+/// The plugins that the user's paths hold. What was not named and can't be used is passed over.
+pub fn registry(paths: &PluginPaths) -> Result<Registry, CliError> {
+    let registry = discover(&search(paths))?;
     for searched in registry.searched() {
         if let Some(problem) = &searched.problem {
             tracing::warn!("plugins: {}", one_line(&problem.to_string()));

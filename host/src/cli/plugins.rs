@@ -157,13 +157,10 @@ fn lock(paths: &PluginPaths) -> Result<(), CliError> {
     let path = load::lock_file(paths).ok_or_else(|| {
         CliError::input("there is no place for a lock file\n  name one with --plugin-lock FILE")
     })?;
-    let mut registry = Registry::discover(&Search {
+    let registry = load::discover(&Search {
         lock: None,
         ..load::search(paths)
     })?;
-    if let Some(error) = registry.take_refusal_of_named() {
-        return Err(error.into());
-    }
     let files: Vec<_> = registry.found().collect();
     if files.is_empty() {
         return Err(CliError::input(

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use object::{Object, ObjectKind, ObjectSection};
 use plugin_api::abi::{MAX_MANIFEST_BYTES, SECTION};
@@ -40,7 +41,8 @@ pub struct PluginFile {
     path: PathBuf,
     bytes: Vec<u8>,
     manifest: Manifest,
-    digest: String,
+    /// Made when it is asked for: most of the plugins that are found are never loaded.
+    digest: OnceLock<String>,
 }
 
 impl PluginFile {
@@ -69,9 +71,8 @@ impl PluginFile {
             .and_then(|file| file.take(MAX_LIBRARY_BYTES).read_to_end(&mut bytes))
             .map_err(|e| LoadError::new(&path, e))?;
         let manifest = parse(&path, &section(&path, &bytes)?)?;
-        let digest = Sha256::digest(&bytes);
         Ok(Self {
-            digest: crate::text::hex(&digest),
+            digest: OnceLock::new(),
             path,
             bytes,
             manifest,
@@ -90,7 +91,8 @@ impl PluginFile {
 
     /// SHA-256 of its content, hexadecimal.
     pub fn digest(&self) -> &str {
-        &self.digest
+        let digest = || crate::text::hex(&Sha256::digest(&self.bytes));
+        self.digest.get_or_init(digest)
     }
 
     /// What it says of itself.
