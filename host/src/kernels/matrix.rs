@@ -54,7 +54,7 @@ impl<'a> Input<'a> {
                 Matrix::Dense { .. } => false,
             };
             let needed = !exact && matrices.iter().any(wants);
-            needed.then(|| Activations::quantize(x, inputs, bits))
+            needed.then(|| Activations::quantize(x, inputs, bits, integer::best_lanes()))
         });
         Self {
             inputs,

@@ -13,14 +13,12 @@ const MOST: f32 = 32767.0;
 /// Rows that are multiplied together.
 pub const ROWS: usize = 4;
 
-/// Bytes of weights in a block.
-pub const BLOCK_BYTES: usize = 32;
+/// Bytes of weights in a block, for each lane of sums.
+pub const LANE_BYTES: usize = 4;
 
-/// Inputs of a step, which has a scale and a bias for each of its eight parts.
-pub const STEP: usize = 256;
-
-/// Parts of a step, and lanes of sums.
-pub const LANES: usize = 8;
+/// Inputs that share a scale and a bias here, whatever the matrix's groups are: as many parts as there
+/// are lanes are a step.
+pub const PART: usize = 32;
 
 /// A cache line of values: loads of vectors never straddle two.
 #[derive(Clone, Copy, Default)]
@@ -33,13 +31,15 @@ fn values_of(lines: &mut [Line]) -> &mut [i16] {
     unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), lines.len() * 32) }
 }
 
-/// Rows of activations, laid out as packed weights of a width are read.
+/// Rows of activations, laid out as packed weights of a width are read by loops with some number of
+/// lanes, 8 or 16.
 ///
 /// The 16-bit words of a block of weights hold `n` weights each, 4 of 4 bits or 2 of 8. A block of
 /// activations begins with those of all words' first weights, then come those of the second ones, and
 /// so on. The rows of a band, up to [`ROWS`], take turns block by block.
 pub struct Activations {
     rows: usize,
+    lanes: usize,
     /// Elements of a block.
     width: usize,
     /// Blocks of a row; filled up with zeros.
@@ -50,7 +50,7 @@ pub struct Activations {
     values: Vec<Line>,
     /// Per row.
     scales: Vec<f32>,
-    /// Sums of values over the parts of steps, which biases multiply. Per band `[steps, rows, LANES]`.
+    /// Sums of values over the parts of steps, which biases multiply. Per band `[steps, rows, lanes]`.
     sums: Vec<f32>,
 }
 
@@ -61,18 +61,19 @@ pub struct Band<'a> {
     pub values: &'a [i16],
     /// `[rows]`.
     pub scales: &'a [f32],
-    /// `[steps, rows, LANES]`.
+    /// `[steps, rows, lanes]`.
     pub sums: &'a [f32],
 }
 
 impl Activations {
-    /// Rounds `x` `[rows, inputs]` for weights of `bits` bits; `inputs` is a multiple of 32.
-    pub fn quantize(x: &[f32], inputs: usize, bits: usize) -> Self {
-        let (rows, width) = (x.len() / inputs, BLOCK_BYTES * 8 / bits);
-        let (blocks, steps) = (inputs.div_ceil(width), inputs.div_ceil(STEP));
+    /// Rounds `x` `[rows, inputs]` for weights of `bits` bits and loops with so many lanes; `inputs` is a
+    /// multiple of 32.
+    pub fn quantize(x: &[f32], inputs: usize, bits: usize, lanes: usize) -> Self {
+        let (rows, width) = (x.len() / inputs, width(bits, lanes));
+        let (blocks, steps) = (inputs.div_ceil(width), inputs.div_ceil(PART * lanes));
         let mut values = vec![Line::default(); rows * blocks * width / 32];
         let mut scales = vec![0.0; rows];
-        let mut sums = vec![0.0; rows * steps * LANES];
+        let mut sums = vec![0.0; rows * steps * lanes];
         let shared = (
             Shared::new(values_of(&mut values)),
             Shared::new(&mut scales),
@@ -88,17 +89,19 @@ impl Activations {
                     (
                         shared.0.slice(at, len),
                         shared.1.slice(first, count),
-                        shared.2.slice(first * steps * LANES, count * steps * LANES),
+                        shared.2.slice(first * steps * lanes, count * steps * lanes),
                     )
                 };
                 for row in 0..count {
                     let x = &x[(first + row) * inputs..][..inputs];
-                    fill(x, bits, (row, count), (values, &mut scales[row], sums));
+                    let places = (&mut *values, &mut scales[row], &mut *sums);
+                    fill(x, (bits, lanes), (row, count), places);
                 }
             }
         });
         Self {
             rows,
+            lanes,
             width,
             blocks,
             steps,
@@ -110,14 +113,19 @@ impl Activations {
 
     /// Whether the rows are laid out for such a matrix.
     pub fn fits(&self, inputs: usize, bits: usize) -> bool {
-        let width = BLOCK_BYTES * 8 / bits;
-        let shape = (width, inputs.div_ceil(width), inputs.div_ceil(STEP));
-        (self.width, self.blocks, self.steps) == shape
+        let width = width(bits, self.lanes);
+        (self.width, self.blocks) == (width, inputs.div_ceil(width))
+            && self.steps == inputs.div_ceil(PART * self.lanes)
     }
 
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.rows
+    }
+
+    /// Lanes of the loops that the rows are laid out for.
+    pub fn lanes(&self) -> usize {
+        self.lanes
     }
 
     /// The rows from `index * ROWS` on.
@@ -132,46 +140,67 @@ impl Activations {
         Band {
             values: &values[of(self.blocks * self.width)],
             scales: &self.scales[rows.clone()],
-            sums: &self.sums[of(self.steps * LANES)],
+            sums: &self.sums[of(self.steps * self.lanes)],
         }
     }
+}
+
+/// Elements of a block.
+pub fn width(bits: usize, lanes: usize) -> usize {
+    lanes * LANE_BYTES * 8 / bits
 }
 
 /// A band's values and sums, and the scale of one of its rows.
 type Places<'a> = (&'a mut [i16], &'a mut f32, &'a mut [f32]);
 
-fn fill(x: &[f32], bits: usize, row: (usize, usize), places: Places<'_>) {
+/// Lays out a row for weights of so many bits and so many lanes.
+fn fill(x: &[f32], form: (usize, usize), row: (usize, usize), places: Places<'_>) {
     #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has it.
-        return unsafe { fill_avx2(x, bits, row, places) };
+    {
+        use std::arch::is_x86_feature_detected as has;
+        if has!("avx512bw") && has!("avx512vl") {
+            // SAFETY: the processor has it.
+            return unsafe { fill_avx512(x, form, row, places) };
+        }
+        if has!("avx2") {
+            // SAFETY: the processor has it.
+            return unsafe { fill_avx2(x, form, row, places) };
+        }
     }
-    fill_lanes(x, bits, row, places);
+    fill_lanes(x, form, row, places);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512bw,avx512vl")]
+fn fill_avx512(x: &[f32], form: (usize, usize), row: (usize, usize), places: Places<'_>) {
+    fill_lanes(x, form, row, places);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn fill_avx2(x: &[f32], bits: usize, row: (usize, usize), places: Places<'_>) {
-    fill_lanes(x, bits, row, places);
+fn fill_avx2(x: &[f32], form: (usize, usize), row: (usize, usize), places: Places<'_>) {
+    fill_lanes(x, form, row, places);
 }
 
 #[inline(always)]
-fn fill_lanes(x: &[f32], bits: usize, row: (usize, usize), places: Places<'_>) {
-    match bits {
-        4 => blocks::<64, 4>(x, row, places),
-        _ => blocks::<32, 2>(x, row, places),
+fn fill_lanes(x: &[f32], form: (usize, usize), row: (usize, usize), places: Places<'_>) {
+    match form {
+        (4, 16) => blocks::<128, 4, 16>(x, row, places),
+        (4, _) => blocks::<64, 4, 8>(x, row, places),
+        (_, 16) => blocks::<64, 2, 16>(x, row, places),
+        _ => blocks::<32, 2, 8>(x, row, places),
     }
 }
 
-/// Row `row` of `rows`, in blocks of W elements, N to a word of weights.
+/// Row `row` of `rows`, in blocks of W elements, N to a word of weights, for L lanes.
 #[inline(always)]
-fn blocks<const W: usize, const N: usize>(
+fn blocks<const W: usize, const N: usize, const L: usize>(
     x: &[f32],
     (row, rows): (usize, usize),
     (values, scale, sums): Places<'_>,
 ) {
-    let mut lanes = [0.0f32; LANES];
-    let (parts, _) = x.as_chunks::<LANES>();
+    let mut lanes = [0.0f32; 16];
+    let (parts, _) = x.as_chunks::<16>();
     for part in parts {
         for (most, x) in lanes.iter_mut().zip(part) {
             *most = most.max(x.abs());
@@ -196,11 +225,10 @@ fn blocks<const W: usize, const N: usize>(
                 values[part * (W / N) + word] = rounded[word * N + part] as i16;
             }
         }
-        let width = STEP / LANES;
-        for (part, values) in rounded.chunks(width).enumerate() {
-            let part = index * (W / width) + part;
+        for (part, values) in rounded.chunks(PART).enumerate() {
+            let part = index * (W / PART) + part;
             let sum: i32 = values.iter().sum();
-            if let Some(place) = sums.get_mut((part / LANES * rows + row) * LANES + part % LANES) {
+            if let Some(place) = sums.get_mut((part / L * rows + row) * L + part % L) {
                 *place = sum as f32;
             }
         }

@@ -4,12 +4,9 @@
 //! after block, in the same order for any number of rows: a row's result is the same bit for bit
 //! alone and among others.
 
-use super::activations::{Activations, BLOCK_BYTES, Band, LANES, ROWS, STEP};
+use super::activations::{Activations, Band, LANE_BYTES, PART, ROWS, width};
 use super::{QuantizedMatrix, Scales, TILE};
 use crate::kernels::lanes::fma;
-
-/// Inputs that share a scale and a bias here, whatever the matrix's groups are.
-const PART: usize = STEP / LANES;
 
 /// What a thread works in, kept from tile to tile.
 #[derive(Default)]
@@ -61,10 +58,10 @@ pub fn multiply(
     for (index, out) in out.chunks_mut(ROWS * TILE).enumerate() {
         let band = x.band(index);
         match out.len() / TILE {
-            1 => rows::<1>(&tile, band, out),
-            2 => rows::<2>(&tile, band, out),
-            3 => rows::<3>(&tile, band, out),
-            _ => rows::<4>(&tile, band, out),
+            1 => rows::<1>(&tile, band, x.lanes(), out),
+            2 => rows::<2>(&tile, band, x.lanes(), out),
+            3 => rows::<3>(&tile, band, x.lanes(), out),
+            _ => rows::<4>(&tile, band, x.lanes(), out),
         }
     }
 }
@@ -108,66 +105,84 @@ fn spread(
     }
 }
 
-fn rows<const M: usize>(tile: &Tile<'_>, x: Band<'_>, out: &mut [f32]) {
+/// The loops for a number of lanes.
+fn rows<const M: usize>(tile: &Tile<'_>, x: Band<'_>, lanes: usize, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     {
-        use super::x86_integer::{avx2, vnni};
+        use super::{x86_integer, x86_vnni};
         use std::arch::is_x86_feature_detected as has;
-        if has!("avx2") && has!("fma") {
+        if lanes == x86_vnni::LANES && x86_vnni::available() {
             // SAFETY: the processor has what the loops use; `multiply` checked all lengths.
-            return unsafe {
-                if has!("avx512vnni") && has!("avx512vl") {
-                    vnni::rows::<M>(tile, x, out)
-                } else {
-                    avx2::rows::<M>(tile, x, out)
-                }
-            };
+            return unsafe { x86_vnni::rows::<M>(tile, x, out) };
+        }
+        if lanes == x86_integer::LANES && has!("avx2") && has!("fma") {
+            // SAFETY: as above.
+            return unsafe { x86_integer::rows::<M>(tile, x, out) };
         }
     }
-    lanes::<M>(tile, x, out);
+    match lanes {
+        16 => self::lanes::<M, 16>(tile, x, out),
+        _ => self::lanes::<M, 8>(tile, x, out),
+    }
+}
+
+/// How many lanes the best loops for this processor have: 8 or 16.
+pub fn best_lanes() -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if super::x86_vnni::available() {
+        return super::x86_vnni::LANES;
+    }
+    8
 }
 
 /// Written so that compilers make vectors of it.
-pub fn lanes<const M: usize>(tile: &Tile<'_>, x: Band<'_>, out: &mut [f32]) {
-    let (parts, bits) = (tile.parts(), tile.bits);
-    let (row_bytes, width) = (tile.inputs * bits / 8, BLOCK_BYTES * 8 / bits);
+pub fn lanes<const M: usize, const L: usize>(tile: &Tile<'_>, x: Band<'_>, out: &mut [f32]) {
+    let (parts, bits, block) = (tile.parts(), tile.bits, L * LANE_BYTES);
+    let (row_bytes, width) = (tile.inputs * bits / 8, width(bits, L));
     for output in 0..tile.outputs {
         let scales = &tile.scales[output * parts..(output + 1) * parts];
         let biases = &tile.biases[output * parts..(output + 1) * parts];
         let weights = &tile.bytes[output * row_bytes..(output + 1) * row_bytes];
-        let mut sums = [[0.0f32; LANES]; M];
-        for (step, biases) in biases.chunks(LANES).enumerate() {
+        let mut sums = [[0.0f32; L]; M];
+        for (step, biases) in biases.chunks(L).enumerate() {
             for (row, sums) in sums.iter_mut().enumerate() {
-                let x = &x.sums[(step * M + row) * LANES..][..LANES];
+                let x = &x.sums[(step * M + row) * L..][..L];
                 for (sum, (bias, x)) in sums.iter_mut().zip(biases.iter().zip(x)) {
                     *sum = fma(*bias, *x, *sum);
                 }
             }
         }
-        for (at, weights) in weights.chunks(BLOCK_BYTES).enumerate() {
-            let mut bytes = [0u8; BLOCK_BYTES];
-            bytes[..weights.len()].copy_from_slice(weights);
+        for (at, weights) in weights.chunks(block).enumerate() {
+            // Beyond the weights there is nothing to add.
+            let mut lanes = [[0u8; LANE_BYTES]; L];
+            lanes.as_flattened_mut()[..weights.len()].copy_from_slice(weights);
             for (row, sums) in sums.iter_mut().enumerate() {
                 let values = &x.values[(at * M + row) * width..][..width];
-                for (lane, sum) in sums.iter_mut().enumerate() {
+                for (lane, (sum, [a, b, c, d])) in sums.iter_mut().zip(lanes).enumerate() {
                     let mut dot = 0i32;
-                    for word in 2 * lane..2 * lane + 2 {
-                        let packed = u16::from_le_bytes([bytes[2 * word], bytes[2 * word + 1]]);
+                    for (word, packed) in [[a, b], [c, d]].into_iter().enumerate() {
                         for part in 0..16 / bits {
-                            let w = packed >> (part * bits) & ((1 << bits) - 1);
-                            dot += i32::from(w) * i32::from(values[part * 16 + word]);
+                            let w = u16::from_le_bytes(packed) >> (part * bits) & ((1 << bits) - 1);
+                            let x = values[part * 2 * L + 2 * lane + word];
+                            dot += i32::from(w) * i32::from(x);
                         }
                     }
                     // Beyond the inputs there is nothing to scale.
-                    let part = (at * width + lane * width / LANES) / PART;
+                    let part = (at * width + lane * width / L) / PART;
                     let scale = scales.get(part).copied().unwrap_or(0.0);
                     *sum = fma(dot as f32, scale, *sum);
                 }
             }
         }
-        for (row, [a, b, c, d, e, f, g, h]) in sums.into_iter().enumerate() {
-            let sum = ((a + e) + (c + g)) + ((b + f) + (d + h));
-            out[row * TILE + output] = sum * x.scales[row];
+        for (row, sums) in sums.iter_mut().enumerate() {
+            let mut width = L / 2;
+            while width > 0 {
+                for i in 0..width {
+                    sums[i] += sums[i + width];
+                }
+                width /= 2;
+            }
+            out[row * TILE + output] = sums[0] * x.scales[row];
         }
     }
 }

@@ -11,6 +11,8 @@ mod tests;
 mod x86;
 #[cfg(target_arch = "x86_64")]
 mod x86_integer;
+#[cfg(target_arch = "x86_64")]
+mod x86_vnni;
 
 use std::ops::Range;
 

@@ -138,6 +138,7 @@ proptest! {
         group in prop::sample::select(vec![32usize, 64, 128]),
         bits in prop::sample::select(vec![4usize, 8]),
         kind in 0..3,
+        lanes in prop::sample::select(vec![8usize, 16]),
     ) {
         let inputs = groups * group;
         let case = case(rows, outputs, inputs, group, bits);
@@ -150,15 +151,15 @@ proptest! {
             1 => (matrix.scales, matrix.biases) = (Scales::Bf16(&narrow.0), Scales::Bf16(&narrow.1)),
             _ => (matrix.scales, matrix.biases) = (Scales::F16(&narrow.2), Scales::F16(&narrow.3)),
         }
-        let x = Activations::quantize(&case.x, inputs, bits);
+        let x = Activations::quantize(&case.x, inputs, bits, lanes);
         let mut best = vec![0.0; rows * TILE];
         let mut scratch = integer::Scratch::default();
         integer::multiply(&matrix, 0, outputs, &x, &mut best, &mut scratch);
         let mut plain = vec![0.0; rows * TILE];
         for (row, plain) in plain.chunks_mut(TILE).enumerate() {
             let alone = &case.x[row * inputs..(row + 1) * inputs];
-            let alone = Activations::quantize(alone, inputs, bits);
-            integer::lanes::<1>(&scratch.tile(&matrix, 0, outputs), alone.band(0), plain);
+            let alone = Activations::quantize(alone, inputs, bits, 8);
+            integer::lanes::<1, 8>(&scratch.tile(&matrix, 0, outputs), alone.band(0), plain);
         }
         for (a, b) in best.iter().zip(&plain) {
             // Fused and unfused additions.

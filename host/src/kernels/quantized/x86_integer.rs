@@ -1,142 +1,136 @@
-//! The integer products for x86-64, once for AVX2 and once with the dot products of VNNI.
+//! The integer products for x86-64 with AVX2.
 
 use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
 use super::TILE;
-use super::activations::{BLOCK_BYTES, Band, LANES};
+use super::activations::Band;
 use super::integer::Tile;
 
 /// How far ahead of the weights in use memory is asked for those that follow.
-const AHEAD: usize = 2048;
+pub const AHEAD: usize = 2048;
 
-/// The loops with one way, `$dot`, to add the products of pairs of 16-bit numbers to sums.
-macro_rules! loops {
-    ($name:ident, $features:literal, $dot:path) => {
-        pub mod $name {
-            use super::*;
+/// Lanes of sums.
+pub const LANES: usize = 8;
 
-            /// # Safety
-            /// The lengths of the tile fit each other, `x` has M rows of as many inputs, and `out` M
-            /// rows of a tile.
-            #[target_feature(enable = $features)]
-            pub unsafe fn rows<const M: usize>(tile: &Tile<'_>, x: Band<'_>, out: &mut [f32]) {
-                // All sums first: adding up their lanes goes eight outputs at a time.
-                let mut sums = [[_mm256_setzero_ps(); M]; TILE];
-                for (output, sums) in sums.iter_mut().enumerate().take(tile.outputs) {
-                    // SAFETY: the caller's promise.
-                    *sums = unsafe {
-                        if tile.bits == 4 {
-                            row::<4, M>(tile, output, x)
-                        } else {
-                            row::<8, M>(tile, output, x)
-                        }
-                    };
-                }
-                for (first, sums) in (0..TILE).step_by(8).zip(sums.as_chunks::<8>().0) {
-                    for m in 0..M {
-                        let totals = totals(sums.map(|sums| sums[m]));
-                        let totals = _mm256_mul_ps(totals, _mm256_set1_ps(x.scales[m]));
-                        let out = &mut out[m * TILE + first..][..8];
-                        // SAFETY: eight places.
-                        unsafe { _mm256_storeu_ps(out.as_mut_ptr(), totals) };
-                    }
-                }
+/// Bytes of weights in a block.
+const BLOCK_BYTES: usize = 32;
+
+/// # Safety
+/// The lengths of the tile fit each other, `x` has M rows of as many inputs, and `out` M
+/// rows of a tile.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub unsafe fn rows<const M: usize>(tile: &Tile<'_>, x: Band<'_>, out: &mut [f32]) {
+    // All sums first: adding up their lanes goes eight outputs at a time.
+    let mut sums = [[_mm256_setzero_ps(); M]; TILE];
+    for (output, sums) in sums.iter_mut().enumerate().take(tile.outputs) {
+        // SAFETY: the caller's promise.
+        *sums = unsafe {
+            if tile.bits == 4 {
+                row::<4, M>(tile, output, x)
+            } else {
+                row::<8, M>(tile, output, x)
             }
-
-            /// The sums of one output.
-            ///
-            /// # Safety
-            /// As `rows`; the tile has as many bits as the parameter says.
-            #[target_feature(enable = $features)]
-            #[inline]
-            unsafe fn row<const BITS: usize, const M: usize>(
-                tile: &Tile<'_>,
-                output: usize,
-                x: Band<'_>,
-            ) -> [__m256; M] {
-                let (per_block, width) = (BITS / 4, BLOCK_BYTES * 8 / BITS);
-                let (parts, row_bytes) = (tile.parts(), tile.inputs * BITS / 8);
-                let mut sums = [_mm256_setzero_ps(); M];
-                // SAFETY: parts and blocks that are there.
-                unsafe {
-                    let biases = tile.biases.as_ptr().add(output * parts);
-                    for step in 0..parts.div_ceil(LANES) {
-                        let left = parts - step * LANES;
-                        let from = biases.add(step * LANES);
-                        let biases = if left >= LANES {
-                            _mm256_loadu_ps(from)
-                        } else {
-                            _mm256_maskload_ps(from, first_lanes(left))
-                        };
-                        for (m, sum) in sums.iter_mut().enumerate() {
-                            let x = x.sums.as_ptr().add((step * M + m) * LANES);
-                            *sum = _mm256_fmadd_ps(biases, _mm256_loadu_ps(x), *sum);
-                        }
-                    }
-                    let scales = tile.scales.as_ptr().add(output * parts);
-                    let weights = tile.bytes.as_ptr().add(output * row_bytes).cast::<i8>();
-                    let whole = row_bytes / BLOCK_BYTES;
-                    let pairs = whole / 2;
-                    for at in (0..2 * pairs).step_by(2) {
-                        let from = weights.add(at * BLOCK_BYTES);
-                        _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD));
-                        let scales = of_blocks::<BITS>(scales.add(at * 2 / per_block));
-                        for (block, scale) in scales.into_iter().enumerate() {
-                            let weights = unpacked::<BITS>(load(from.add(block * BLOCK_BYTES)));
-                            let values = x.values.as_ptr().add((at + block) * M * width);
-                            add_block::<BITS, M>(weights, scale, values, &mut sums);
-                        }
-                    }
-                    if whole % 2 != 0 {
-                        let at = whole - 1;
-                        let weights = unpacked::<BITS>(load(weights.add(at * BLOCK_BYTES)));
-                        let scale = of_block::<BITS>(scales.add(at * 2 / per_block));
-                        let values = x.values.as_ptr().add(at * M * width);
-                        add_block::<BITS, M>(weights, scale, values, &mut sums);
-                    }
-                    if row_bytes % BLOCK_BYTES != 0 {
-                        // Half a block; the activations of the other half are zero.
-                        let half = _mm_loadu_si128(weights.add(whole * BLOCK_BYTES).cast());
-                        let half = unpacked::<BITS>(_mm256_zextsi128_si256(half));
-                        let scale = _mm256_set1_ps(*scales.add(whole * 2 / per_block));
-                        let values = x.values.as_ptr().add(whole * M * width);
-                        add_block::<BITS, M>(half, scale, values, &mut sums);
-                    }
-                }
-                sums
-            }
-
-            /// Adds the scaled products of a block.
-            ///
-            /// # Safety
-            /// M rows of a block of activations lie behind `values`.
-            #[target_feature(enable = $features)]
-            #[inline]
-            unsafe fn add_block<const BITS: usize, const M: usize>(
-                weights: [__m256i; 4],
-                scale: __m256,
-                values: *const i16,
-                sums: &mut [__m256; M],
-            ) {
-                let parts = 16 / BITS;
-                for (m, sum) in sums.iter_mut().enumerate() {
-                    let mut dot = _mm256_setzero_si256();
-                    for (part, weights) in weights.iter().enumerate().take(parts) {
-                        // SAFETY: the caller's promise.
-                        let x = unsafe { load(values.add((m * parts + part) * 16).cast()) };
-                        dot = $dot(dot, *weights, x);
-                    }
-                    *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, *sum);
-                }
-            }
+        };
+    }
+    for (first, sums) in (0..TILE).step_by(8).zip(sums.as_chunks::<8>().0) {
+        for m in 0..M {
+            let totals = totals(sums.map(|sums| sums[m]));
+            let totals = _mm256_mul_ps(totals, _mm256_set1_ps(x.scales[m]));
+            let out = &mut out[m * TILE + first..][..8];
+            // SAFETY: eight places.
+            unsafe { _mm256_storeu_ps(out.as_mut_ptr(), totals) };
         }
-    };
+    }
 }
 
-loops!(avx2, "avx2,fma,f16c", dot_avx2);
-loops!(vnni, "avx2,fma,f16c,avx512f,avx512vl,avx512vnni", dot_vnni);
+/// The sums of one output.
+///
+/// # Safety
+/// As `rows`; the tile has as many bits as the parameter says.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn row<const BITS: usize, const M: usize>(
+    tile: &Tile<'_>,
+    output: usize,
+    x: Band<'_>,
+) -> [__m256; M] {
+    let (per_block, width) = (BITS / 4, BLOCK_BYTES * 8 / BITS);
+    let (parts, row_bytes) = (tile.parts(), tile.inputs * BITS / 8);
+    let mut sums = [_mm256_setzero_ps(); M];
+    // SAFETY: parts and blocks that are there.
+    unsafe {
+        let biases = tile.biases.as_ptr().add(output * parts);
+        for step in 0..parts.div_ceil(LANES) {
+            let left = parts - step * LANES;
+            let from = biases.add(step * LANES);
+            let biases = if left >= LANES {
+                _mm256_loadu_ps(from)
+            } else {
+                _mm256_maskload_ps(from, first_lanes(left))
+            };
+            for (m, sum) in sums.iter_mut().enumerate() {
+                let x = x.sums.as_ptr().add((step * M + m) * LANES);
+                *sum = _mm256_fmadd_ps(biases, _mm256_loadu_ps(x), *sum);
+            }
+        }
+        let scales = tile.scales.as_ptr().add(output * parts);
+        let weights = tile.bytes.as_ptr().add(output * row_bytes).cast::<i8>();
+        let whole = row_bytes / BLOCK_BYTES;
+        let pairs = whole / 2;
+        for at in (0..2 * pairs).step_by(2) {
+            let from = weights.add(at * BLOCK_BYTES);
+            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD));
+            let scales = of_blocks::<BITS>(scales.add(at * 2 / per_block));
+            for (block, scale) in scales.into_iter().enumerate() {
+                let weights = unpacked::<BITS>(load(from.add(block * BLOCK_BYTES)));
+                let values = x.values.as_ptr().add((at + block) * M * width);
+                add_block::<BITS, M>(weights, scale, values, &mut sums);
+            }
+        }
+        if !whole.is_multiple_of(2) {
+            let at = whole - 1;
+            let weights = unpacked::<BITS>(load(weights.add(at * BLOCK_BYTES)));
+            let scale = of_block::<BITS>(scales.add(at * 2 / per_block));
+            let values = x.values.as_ptr().add(at * M * width);
+            add_block::<BITS, M>(weights, scale, values, &mut sums);
+        }
+        if !row_bytes.is_multiple_of(BLOCK_BYTES) {
+            // Half a block; the activations of the other half are zero.
+            let half = _mm_loadu_si128(weights.add(whole * BLOCK_BYTES).cast());
+            let half = unpacked::<BITS>(_mm256_zextsi128_si256(half));
+            let scale = _mm256_set1_ps(*scales.add(whole * 2 / per_block));
+            let values = x.values.as_ptr().add(whole * M * width);
+            add_block::<BITS, M>(half, scale, values, &mut sums);
+        }
+    }
+    sums
+}
+
+/// Adds the scaled products of a block.
+///
+/// # Safety
+/// M rows of a block of activations lie behind `values`.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn add_block<const BITS: usize, const M: usize>(
+    weights: [__m256i; 4],
+    scale: __m256,
+    values: *const i16,
+    sums: &mut [__m256; M],
+) {
+    let parts = 16 / BITS;
+    for (m, sum) in sums.iter_mut().enumerate() {
+        let mut dot = _mm256_setzero_si256();
+        for (part, weights) in weights.iter().enumerate().take(parts) {
+            // SAFETY: the caller's promise.
+            let x = unsafe { load(values.add((m * parts + part) * 16).cast()) };
+            dot = _mm256_add_epi32(dot, _mm256_madd_epi16(*weights, x));
+        }
+        *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, *sum);
+    }
+}
 
 /// # Safety
 /// 32 bytes lie behind the pointer.
@@ -217,7 +211,7 @@ fn first_lanes(count: usize) -> __m256i {
 /// The sums of the lanes of each: `((0+4) + (2+6)) + ((1+5) + (3+7))`.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn totals(x: [__m256; 8]) -> __m256 {
+pub fn totals(x: [__m256; 8]) -> __m256 {
     // Two sums of four lanes.
     let halves = |a, b| {
         let low = _mm256_permute2f128_ps::<0x20>(a, b);
@@ -315,16 +309,4 @@ unsafe fn spread_eight<const TIMES: usize>(x: __m256, to: *mut f32) {
         // SAFETY: the caller's promise.
         unsafe { _mm256_storeu_ps(to.add(8 * part), _mm256_permutevar8x32_ps(x, from)) };
     }
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-fn dot_avx2(sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
-    _mm256_add_epi32(sum, _mm256_madd_epi16(w, x))
-}
-
-#[target_feature(enable = "avx2,avx512f,avx512vl,avx512vnni")]
-#[inline]
-fn dot_vnni(sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
-    _mm256_dpwssd_epi32(sum, w, x)
 }
