@@ -6,7 +6,7 @@ use mlx_rs::fast::{self, ScaledDotProductAttentionMask};
 use mlx_rs::{Array, Dtype, ops as mlx};
 use plugin_api::abi::{self, RawTensor};
 
-use super::handle::{Explain, Lent, OpResult, lent, lent_opt, ops};
+use super::handle::{Explain, Handle, Lent, OpResult, handles, lent, lent_opt, ops};
 use super::native;
 use super::ops::slice_array;
 use super::stored::{Seen, Stored};
@@ -106,9 +106,9 @@ impl SelfAttention {
         let shapes = || {
             format!(
                 "attend of q {:?}, k {:?}, v {:?}, cached {:?} and {:?}, first {} {:?}, offsets {:?}, ends {:?}",
-                self.q.as_deref().map(Array::shape),
-                self.k.as_deref().map(Array::shape),
-                self.v.as_deref().map(Array::shape),
+                self.q.as_deref().map(Handle::shape),
+                self.k.as_deref().map(Handle::shape),
+                self.v.as_deref().map(Handle::shape),
                 self.keys.shape(),
                 self.values.shape(),
                 self.start,
@@ -118,20 +118,20 @@ impl SelfAttention {
             )
         };
         let (Some(&[b, t, _]), &[_, heads, capacity, _]) =
-            (self.columns().map(Array::shape), self.keys.shape())
+            (self.columns().map(Handle::shape), self.keys.shape())
         else {
             return Err(shapes());
         };
         let dim = self.dim;
         let sides = if self.gated { 2 } else { 1 };
-        let queries = |q: &Array| match q.shape() {
+        let queries = |q: &Handle| match q.shape() {
             &[rows, columns, queries] => {
                 let wanted = i64::from(self.heads) * i64::from(dim) * sides;
                 rows == b && columns == t && i64::from(queries) == wanted
             }
             _ => false,
         };
-        let alike = |x: &Array| x.shape() == [b, t, kv_heads * dim];
+        let alike = |x: &Handle| x.shape() == [b, t, kv_heads * dim];
         let fits = heads == kv_heads
             && kv_heads > 0
             && self.heads > 0
@@ -187,7 +187,7 @@ impl SelfAttention {
     }
 
     /// One of the projections, which tells rows and columns.
-    pub fn columns(&self) -> Option<&Array> {
+    pub fn columns(&self) -> Option<&Handle> {
         self.q.as_deref().or(self.k.as_deref())
     }
 
@@ -226,7 +226,7 @@ impl SelfAttention {
         }
         let positions = Array::from_slice(&self.positions, &[self.positions.len() as i32]);
         let base = self.rope_freqs.is_none().then_some(self.rope_base);
-        let freqs = self.rope_freqs.as_deref();
+        let freqs = self.rope_freqs.as_deref().map(Handle::array);
         let (dims, scale) = (self.rope_dims, self.rope_scale);
         fast::rope_dynamic(&x, dims, false, base, scale, &positions, freqs).explain()
     }
@@ -234,7 +234,7 @@ impl SelfAttention {
     /// New keys and values as they are stored where that is exact, `[B, kv_heads, T, D]`.
     fn prepared(&self, k: &Array) -> OpResult<[Array; 2]> {
         let kv_heads = self.keys.shape()[1];
-        let mut v = self.by_head(self.v.as_deref().unwrap_or(k), kv_heads)?;
+        let mut v = self.by_head(self.v.as_deref().map_or(k, Handle::array), kv_heads)?;
         if self.v_norm {
             v = fast::rms_norm(&v, None::<&Array>, self.eps).explain()?;
         }
@@ -311,7 +311,7 @@ pub(super) extern "C" fn attend(args: &abi::Attend<'_>) -> RVec<RawTensor> {
         let attention = SelfAttention::new(args)?;
         match native::attend(&attention) {
             Some(mixed) => mixed,
-            None => attention.by_mlx(),
+            None => attention.by_mlx().map(handles),
         }
     })
 }

@@ -5,7 +5,7 @@ use abi_stable::std_types::RVec;
 use mlx_rs::{Array, Dtype, fast, ops as mlx};
 use plugin_api::abi::{self, RawTensor};
 
-use super::handle::{Explain, Lent, OpResult, lent, lent_opt, ops};
+use super::handle::{Explain, Handle, Lent, OpResult, handles, lent, lent_opt, ops};
 use super::native;
 use super::ops::slice_array;
 use crate::kernels::delta::L2_EPS;
@@ -77,7 +77,7 @@ impl DeltaNet {
                 "gated_delta of qkv {:?}, z {:?}, conv {:?}, recurrent {:?}, taps {:?}, {} key heads, \
                  columns {:?}",
                 args.qkv.shape(),
-                args.z.as_deref().map(Array::shape),
+                args.z.as_deref().map(Handle::shape),
                 args.conv.shape(),
                 args.recurrent.shape(),
                 args.taps.shape(),
@@ -106,7 +106,7 @@ impl DeltaNet {
             kernel,
         };
         let by_head = [batch, width, value_heads];
-        let gate = |z: &Array| z.shape() == [batch, width, value_heads * value_dim];
+        let gate = |z: &Handle| z.shape() == [batch, width, value_heads * value_dim];
         let fits = [
             batch,
             width,
@@ -287,7 +287,7 @@ pub(super) extern "C" fn gated_delta(args: &abi::GatedDelta<'_>) -> RVec<RawTens
         let net = DeltaNet::new(args)?;
         match native::gated_delta(&net) {
             Some(outcome) => outcome,
-            None => net.by_mlx(),
+            None => net.by_mlx().map(handles),
         }
     })
 }

@@ -4,7 +4,7 @@ use abi_stable::std_types::RVec;
 use mlx_rs::{Array, Dtype, ops as mlx};
 use plugin_api::abi::{self, RawTensor};
 
-use super::handle::{Explain, Lent, OpResult, lent, lent_opt, op, ops};
+use super::handle::{Explain, Handle, Lent, OpResult, handles, lent, lent_opt, op, ops};
 use super::native;
 use super::ops::{clamped, raw_call};
 use super::project::{Matrix, Projection, gated};
@@ -216,7 +216,7 @@ pub(super) extern "C" fn experts(args: &abi::Experts<'_>) -> RawTensor {
         let experts = Experts::new(args)?;
         match native::experts(&experts) {
             Some(mixed) => mixed,
-            None => experts.by_mlx(),
+            None => experts.by_mlx().map(Handle::from),
         }
     })
 }
@@ -233,7 +233,7 @@ pub(super) extern "C" fn route(scores: RawTensor, k: i32, scale: RawTensor) -> R
         }
         match native::route(&scores, k, scale.as_deref()) {
             Some(routed) => routed,
-            None => route_by_mlx(&scores, k, scale.as_deref()),
+            None => route_by_mlx(&scores, k, scale.as_deref().map(Handle::array)).map(handles),
         }
     })
 }

@@ -4,7 +4,7 @@ use mlx_rs::fast::{self, ScaledDotProductAttentionMask};
 use mlx_rs::ops as mlx;
 use plugin_api::abi::{AttentionMask, RawTensor};
 
-use super::handle::{Explain, lent, lent_opt, op};
+use super::handle::{Explain, Handle, lent, lent_opt, op};
 use super::native::{self, MaskKind};
 
 pub(super) extern "C" fn matmul(a: RawTensor, b: RawTensor) -> RawTensor {
@@ -20,7 +20,7 @@ pub(super) extern "C" fn dequantize(
 ) -> RawTensor {
     op(|| {
         let (w, scales, biases) = (lent(w)?, lent(scales)?, lent(biases)?);
-        mlx::dequantize(&*w, &*scales, &*biases, group, bits).explain()
+        mlx::dequantize(&*w, &*scales, biases.array(), group, bits).explain()
     })
 }
 
@@ -30,7 +30,10 @@ pub(super) extern "C" fn rms_norm(x: RawTensor, weight: RawTensor, eps: f32) -> 
         let x = lent(x)?;
         match native::rms_norm(&x, weight.as_deref(), eps) {
             Some(normed) => normed,
-            None => fast::rms_norm(&*x, weight.as_deref(), eps).explain(),
+            None => {
+                let weight = weight.as_deref().map(Handle::array);
+                fast::rms_norm(&*x, weight, eps).explain().map(Handle::from)
+            }
         }
     })
 }
@@ -57,7 +60,10 @@ pub(super) extern "C" fn rope(
             return turned;
         }
         let base = freqs.is_none().then_some(base);
-        fast::rope_dynamic(&*x, dims, false, base, scale, &*offsets, freqs.as_deref()).explain()
+        let freqs = freqs.as_deref().map(Handle::array);
+        fast::rope_dynamic(&*x, dims, false, base, scale, &*offsets, freqs)
+            .explain()
+            .map(Handle::from)
     })
 }
 
@@ -88,6 +94,8 @@ pub(super) extern "C" fn attention(
         if let Some(mixed) = own {
             return mixed;
         }
-        fast::scaled_dot_product_attention(&*q, &*k, &*v, scale, mask, None).explain()
+        fast::scaled_dot_product_attention(&*q, &*k, &*v, scale, mask, None)
+            .explain()
+            .map(Handle::from)
     })
 }

@@ -100,7 +100,7 @@ pub(crate) fn settle(weights: &[&Tensor]) -> plugin_api::Result<()> {
     let arrays = weights.iter().map(|tensor| handle::lent(tensor.raw()));
     let arrays = arrays.collect::<Result<Vec<_>, _>>();
     let settled = arrays.and_then(|arrays| {
-        let arrays: Vec<_> = arrays.iter().map(|array| &**array).collect();
+        let arrays: Vec<_> = arrays.iter().map(|array| array.array()).collect();
         native::settle(&arrays)
     });
     settled.map_err(plugin_api::Error::failed)

@@ -4,7 +4,8 @@ use abi_stable::std_types::{RSlice, RSliceMut};
 use mlx_rs::{Array, ops as mlx};
 use plugin_api::abi::{BinaryOp, DType, MAX_RANK, RawTensor, ReduceOp, TensorInfo, UnaryOp};
 
-use super::handle::{Explain, OpResult, from_mlx, from_raw, lent, op, run, to_mlx};
+use super::native;
+use super::handle::{Explain, Handle, OpResult, from_mlx, from_raw, lent, op, run, to_mlx};
 
 /// The most elements a tensor may have: far beyond memory, far below overflow.
 const MAX_ELEMENTS: usize = 1 << 40;
@@ -135,7 +136,7 @@ pub(super) extern "C" fn eval(tensors: RSlice<'_, RawTensor>, wait: bool) -> boo
             .iter()
             .map(|&t| lent(t))
             .collect::<OpResult<Vec<_>>>()?;
-        let arrays = lent.iter().map(|t| &**t);
+        let arrays = lent.iter().map(|t| t.array());
         if wait {
             mlx_rs::transforms::eval(arrays).explain()
         } else {
@@ -418,11 +419,17 @@ pub(super) extern "C" fn reduce(code: ReduceOp, x: RawTensor, axis: i32, keep: b
             ReduceOp::MEAN => x.mean_axis(axis, keep),
             ReduceOp::MAX => x.max_axis(axis, keep),
             ReduceOp::MIN => x.min_axis(axis, keep),
-            ReduceOp::ARGMAX => mlx::indexing::argmax_axis(x, axis, keep)
-                .and_then(|indices| indices.as_dtype(mlx_rs::Dtype::Int32)),
+            ReduceOp::ARGMAX => {
+                if let Some(found) = native::argmax(x, axis, keep) {
+                    return found;
+                }
+                mlx::indexing::argmax_axis(x, axis, keep)
+                    .and_then(|indices| indices.as_dtype(mlx_rs::Dtype::Int32))
+            }
             other => return Err(format!("op {other:?} is not known to this host")),
         }
         .explain()
+        .map(Handle::from)
     })
 }
 

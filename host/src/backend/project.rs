@@ -4,7 +4,7 @@ use abi_stable::std_types::RVec;
 use mlx_rs::{Array, fast, ops as mlx};
 use plugin_api::abi::{self, RawMatrix, RawTensor, UnaryOp};
 
-use super::handle::{Explain, Lent, OpResult, lent, lent_opt, ops};
+use super::handle::{Explain, Handle, Lent, OpResult, handles, lent, lent_opt, ops};
 use super::native;
 use super::ops::{gelu_tanh, scalar};
 use crate::kernels::rows::Gate;
@@ -55,7 +55,7 @@ impl Matrix {
     }
 
     /// What it consists of: weights, then scales and biases, then the offset.
-    pub fn arrays(&self) -> impl Iterator<Item = &Array> {
+    pub fn arrays(&self) -> impl Iterator<Item = &Handle> {
         let quantized = self.quantized.iter();
         std::iter::once(&*self.weight)
             .chain(quantized.flat_map(|q| [&*q.scales, &*q.biases]))
@@ -175,7 +175,7 @@ pub(super) extern "C" fn project(args: &abi::Projection<'_>) -> RVec<RawTensor> 
         projection.check()?;
         match native::project(&projection) {
             Some(products) => products,
-            None => projection.by_mlx(),
+            None => projection.by_mlx().map(handles),
         }
     })
 }

@@ -45,6 +45,45 @@ pub fn rms_norm<T: Float>(x: &[T], weight: Option<&[T]>, eps: f32, width: usize,
     });
 }
 
+/// Where the largest element of every row of `x` `[rows, width]` is, of equal ones the first. What is no number
+/// is not larger than any; a row that begins with it gives 0.
+///
+/// # Panics
+/// The lengths do not fit.
+pub fn argmax<T: Float>(x: &[T], width: usize, out: &mut [i32]) {
+    assert!(width > 0 && x.len() == out.len() * width);
+    let shared = Shared::new(out);
+    pool::split(x.len() / width, least_rows(width), |rows| {
+        for row in rows {
+            let place = largest(&x[row * width..(row + 1) * width]);
+            // SAFETY: every row belongs to one piece.
+            let out = unsafe { shared.slice(row, 1) };
+            out[0] = place as i32;
+        }
+    });
+}
+
+/// Elements that are compared together.
+const TOGETHER: usize = 64;
+
+fn largest<T: Float>(x: &[T]) -> usize {
+    let mut lanes = [x[0].wide(); 16];
+    for part in x.chunks(lanes.len()) {
+        for (most, x) in lanes.iter_mut().zip(part) {
+            let x = x.wide();
+            *most = if x > *most { x } else { *most };
+        }
+    }
+    let most = lanes.into_iter().fold(lanes[0], f32::max);
+    let is_there = |part: &[T]| part.iter().fold(false, |is, x| is | (x.wide() == most));
+    let part = x.chunks(TOGETHER).position(is_there);
+    part.map_or(0, |part| {
+        let first = part * TOGETHER;
+        let place = x[first..].iter().position(|x| x.wide() == most);
+        first + place.unwrap_or(0)
+    })
+}
+
 /// What opens the gate of a feed-forward block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gate {
@@ -179,6 +218,32 @@ mod tests {
         (0..n)
             .map(|i| ((i * 37 % 101) as f32 - 50.0) / 17.0)
             .collect()
+    }
+
+    #[test]
+    fn the_first_of_the_largest_is_found() {
+        for width in [1, 2, 15, 16, 17, 64, 65, 1000] {
+            let x = values(5 * width);
+            let mut found = vec![-1; 5];
+            argmax(&x, width, &mut found);
+            for (row, found) in x.chunks(width).zip(found) {
+                let largest = row.iter().copied().fold(f32::MIN, f32::max);
+                let first = row.iter().position(|&x| x == largest);
+                assert_eq!(first, Some(found as usize));
+            }
+        }
+        let (nan, low) = (f32::NAN, f32::NEG_INFINITY);
+        for (row, place) in [
+            ([nan, 1.0, 2.0], 0),
+            ([1.0, nan, 2.0], 2),
+            ([low, nan, low], 0),
+            ([low, low, low], 0),
+            ([-0.0, 0.0, low], 0),
+        ] {
+            let mut found = [-1];
+            argmax(&row, 3, &mut found);
+            assert_eq!(found, [place]);
+        }
     }
 
     #[test]

@@ -1,16 +1,16 @@
 //! Causal self-attention between its projections.
 
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Dtype;
 
 use super::{Buffers, Output, by_kind, compute, divisors, enabled, kind, lengths};
 use crate::backend::attend::SelfAttention;
-use crate::backend::handle::{Lent, OpResult};
+use crate::backend::handle::{Handle, Lent, OpResult};
 use crate::kernels::attend::Attend;
 use crate::kernels::caches::{Buffer, Caches, Places};
 use crate::kernels::rows::Rotation;
 
 /// Adds an argument that may be absent, and says which it is.
-fn place<'a>(arrays: &mut Vec<&'a Array>, array: Option<&'a Lent>) -> Option<usize> {
+fn place<'a>(arrays: &mut Vec<&'a Handle>, array: Option<&'a Lent>) -> Option<usize> {
     let array = array?;
     arrays.push(array);
     Some(arrays.len() - 1)
@@ -41,16 +41,16 @@ fn none<'a, E>(written: bool) -> [Buffer<'a, E>; 2] {
     })
 }
 
-pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Array>>> {
+pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Handle>>> {
     let columns = args.columns()?;
     let dtype = columns.dtype();
     let [batch, kv_heads, capacity, _] = lengths::<4>(&args.keys)?;
     let dim = args.dim as usize;
     let [_, width, _] = lengths::<3>(columns)?;
-    let given = |f: &Array| f.dtype() == Dtype::Float32 && f.shape() == [args.rope_dims / 2];
-    let norm = |w: &Array| w.dtype() == dtype && w.shape() == [dim as i32];
-    let same = |x: &Array| x.dtype() == dtype;
-    let stored = |x: &Array| args.packing.is_some() || same(x);
+    let given = |f: &Handle| f.dtype() == Dtype::Float32 && f.shape() == [args.rope_dims / 2];
+    let norm = |w: &Handle| w.dtype() == dtype && w.shape() == [dim as i32];
+    let same = |x: &Handle| x.dtype() == dtype;
+    let stored = |x: &Handle| args.packing.is_some() || same(x);
     let fits = enabled()
         && stored(&args.keys)
         && stored(&args.values)
@@ -66,7 +66,7 @@ pub(in crate::backend) fn attend(args: &SelfAttention) -> Option<OpResult<Vec<Ar
     let kind = kind(columns)?;
     let (heads, rope_dims) = (args.heads as usize, args.rope_dims as usize);
     // Caches come first, as inputs and as outputs.
-    let mut arrays: Vec<&Array> = vec![&args.keys, &args.values];
+    let mut arrays: Vec<&Handle> = vec![&args.keys, &args.values];
     arrays.extend(args.first.iter().flatten().map(|x| &**x));
     let caches = arrays.len();
     let q = place(&mut arrays, args.q.as_ref());

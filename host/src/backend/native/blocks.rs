@@ -1,26 +1,26 @@
 //! Norms, rotary embedding and attention one by one.
 
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Dtype;
 
 use super::{Buffers, Output, by_kind, compute, divisors, elements, enabled, kind, lengths, one};
-use crate::backend::handle::OpResult;
+use crate::backend::handle::{Explain, Handle, OpResult};
 use crate::kernels::attention::{Attention, Visible};
 use crate::kernels::rows::{self, HeadShape, Rotation};
 
 // ---- norm
 
 pub(in crate::backend) fn rms_norm(
-    x: &Array,
-    weight: Option<&Array>,
+    x: &Handle,
+    weight: Option<&Handle>,
     eps: f32,
-) -> Option<OpResult<Array>> {
+) -> Option<OpResult<Handle>> {
     let width = *x.shape().last()?;
-    let same = |w: &Array| w.dtype() == x.dtype() && w.shape() == [width];
+    let same = |w: &Handle| w.dtype() == x.dtype() && w.shape() == [width];
     if !enabled() || width == 0 || !weight.is_none_or(same) {
         return None;
     }
     let (kind, len, width) = (kind(x)?, elements(x), width as usize);
-    let inputs: Vec<&Array> = [x].into_iter().chain(weight).collect();
+    let inputs: Vec<&Handle> = [x].into_iter().chain(weight).collect();
     let output = Output {
         shape: x.shape(),
         dtype: x.dtype(),
@@ -37,6 +37,34 @@ pub(in crate::backend) fn rms_norm(
         });
     });
     Some(normed.and_then(one))
+}
+
+// ---- argmax
+
+/// Along the last axis.
+pub(in crate::backend) fn argmax(x: &Handle, axis: i32, keep: bool) -> Option<OpResult<Handle>> {
+    let (&width, rows) = x.shape().split_last()?;
+    let last = axis == -1 || axis == rows.len() as i32;
+    if !enabled() || !last || width == 0 {
+        return None;
+    }
+    let (kind, len, width) = (kind(x)?, elements(x), width as usize);
+    let mut shape = rows.to_vec();
+    shape.extend(keep.then_some(1));
+    let output = Output {
+        shape: &shape,
+        dtype: Dtype::Int32,
+        from: None,
+    };
+    let found = compute(&[x], 0, &[output], |buffers| {
+        by_kind!(kind, T => {
+            // SAFETY: the dtype was checked above; one index per row.
+            let (x, out): (&[T], &mut [i32]) =
+                unsafe { (buffers.input(0, len), buffers.output(0, len / width)) };
+            rows::argmax(x, width, out);
+        });
+    });
+    Some(found.and_then(one))
 }
 
 // ---- rotary embedding
@@ -70,16 +98,16 @@ unsafe fn heads<'a, T>(buffers: &'a Buffers, index: usize, shape: [usize; 4]) ->
 }
 
 pub(in crate::backend) fn rope(
-    x: &Array,
+    x: &Handle,
     dims: i32,
     base: f32,
-    freqs: Option<&Array>,
+    freqs: Option<&Handle>,
     scale: f32,
-    offsets: &Array,
-) -> Option<OpResult<Array>> {
+    offsets: &Handle,
+) -> Option<OpResult<Handle>> {
     let shape = lengths::<4>(x)?;
     let dims = usize::try_from(dims).ok()?;
-    let given = |f: &Array| f.dtype() == Dtype::Float32 && f.shape() == [dims as i32 / 2];
+    let given = |f: &Handle| f.dtype() == Dtype::Float32 && f.shape() == [dims as i32 / 2];
     let fits = enabled()
         && dims.is_multiple_of(2)
         && dims <= shape[3]
@@ -90,7 +118,7 @@ pub(in crate::backend) fn rope(
     }
     let kind = kind(x)?;
     let [batch, heads_count, width, dim] = shape;
-    let inputs: Vec<&Array> = [x, offsets].into_iter().chain(freqs).collect();
+    let inputs: Vec<&Handle> = [x, offsets].into_iter().chain(freqs).collect();
     let output = Output {
         shape: x.shape(),
         dtype: x.dtype(),
@@ -135,16 +163,16 @@ pub(in crate::backend) enum MaskKind {
 }
 
 pub(in crate::backend) fn attention(
-    q: &Array,
-    k: &Array,
-    v: &Array,
+    q: &Handle,
+    k: &Handle,
+    v: &Handle,
     scale: f32,
     kind_of_mask: MaskKind,
-    mask: Option<&Array>,
-) -> Option<OpResult<Array>> {
+    mask: Option<&Handle>,
+) -> Option<OpResult<Handle>> {
     let (sq, sk) = (lengths::<4>(q)?, lengths::<4>(k)?);
     let dtype = q.dtype();
-    let given = |m: &Array| {
+    let given = |m: &Handle| {
         m.dtype() == Dtype::Bool && m.shape() == [sq[0] as i32, 1, sq[2] as i32, sk[2] as i32]
     };
     let fits = enabled()
@@ -161,7 +189,7 @@ pub(in crate::backend) fn attention(
     }
     let kind = kind(q)?;
     let ([batch, heads_count, width, dim], [_, kv_heads, span, _]) = (sq, sk);
-    let inputs: Vec<&Array> = [q, k, v].into_iter().chain(mask).collect();
+    let inputs: Vec<&Handle> = [q, k, v].into_iter().chain(mask).collect();
     let shape = [batch, width, heads_count, dim].map(|n| n as i32);
     let output = Output {
         shape: &shape,
@@ -199,6 +227,7 @@ pub(in crate::backend) fn attention(
     Some(mixed.and_then(|mixed| {
         mixed
             .transpose_axes(&[0, 2, 1, 3])
-            .map_err(|e| e.what().to_owned())
+            .explain()
+            .map(Handle::from)
     }))
 }

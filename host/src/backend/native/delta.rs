@@ -1,17 +1,17 @@
 //! A Gated DeltaNet layer between its projections.
 
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Dtype;
 
 use super::{Output, by_kind, compute, enabled, kind};
 use crate::backend::delta::DeltaNet;
-use crate::backend::handle::OpResult;
+use crate::backend::handle::{Handle, OpResult};
 use crate::kernels::delta::{GatedDelta, State};
 use crate::kernels::lanes::Float;
 
 /// The argument that the recurrent state is.
 const RECURRENT: usize = 4;
 
-pub(in crate::backend) fn gated_delta(args: &DeltaNet) -> Option<OpResult<Vec<Array>>> {
+pub(in crate::backend) fn gated_delta(args: &DeltaNet) -> Option<OpResult<Vec<Handle>>> {
     let dtype = args.qkv.dtype();
     let alike = [&args.b, &args.a, &args.conv, &args.taps];
     let single = [&args.recurrent, &args.rate, &args.norm];
@@ -50,7 +50,7 @@ pub(in crate::backend) fn gated_delta(args: &DeltaNet) -> Option<OpResult<Vec<Ar
             from: Some(RECURRENT),
         });
     }
-    let mut inputs: Vec<&Array> = vec![
+    let mut inputs: Vec<&Handle> = vec![
         &args.qkv,
         &args.b,
         &args.a,

@@ -1,18 +1,18 @@
 //! Mixtures of experts.
 
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Dtype;
 
 use super::project::shape;
 use super::{Output, by_kind, compute, elements, enabled, kind, one};
 use crate::backend::experts::Experts;
-use crate::backend::handle::OpResult;
+use crate::backend::handle::{Handle, OpResult};
 use crate::kernels::{self, experts::Experts as Kernel};
 
 pub(in crate::backend) fn route(
-    scores: &Array,
+    scores: &Handle,
     k: i32,
-    scale: Option<&Array>,
-) -> Option<OpResult<Vec<Array>>> {
+    scale: Option<&Handle>,
+) -> Option<OpResult<Vec<Handle>>> {
     let kind = kind(scores)?;
     if !enabled() || scale.is_some_and(|scale| scale.dtype() != scores.dtype()) {
         return None;
@@ -26,7 +26,7 @@ pub(in crate::backend) fn route(
         dtype,
         from: None,
     };
-    let inputs: Vec<&Array> = [scores].into_iter().chain(scale).collect();
+    let inputs: Vec<&Handle> = [scores].into_iter().chain(scale).collect();
     let outputs = [output(scores.dtype()), output(Dtype::Int32)];
     Some(compute(&inputs, 0, &outputs, |buffers| {
         by_kind!(kind, T => {
@@ -42,7 +42,7 @@ pub(in crate::backend) fn route(
     }))
 }
 
-pub(in crate::backend) fn experts(args: &Experts) -> Option<OpResult<Array>> {
+pub(in crate::backend) fn experts(args: &Experts) -> Option<OpResult<Handle>> {
     let projection = &args.projection;
     let x = &projection.x;
     let kind_x = kind(x)?;
@@ -60,11 +60,11 @@ pub(in crate::backend) fn experts(args: &Experts) -> Option<OpResult<Array>> {
     ];
     let norms = [&projection.norm, &projection.post_norm].map(Option::as_ref);
     let around = norms.iter().flatten().map(|(weight, _)| &**weight);
-    let around: Vec<&Array> = around.chain(projection.residual.as_deref()).collect();
+    let around: Vec<&Handle> = around.chain(projection.residual.as_deref()).collect();
     if around.iter().any(|array| array.dtype() != x.dtype()) {
         return None;
     }
-    let mut arrays: Vec<&Array> = vec![x, &args.choice, &args.weights];
+    let mut arrays: Vec<&Handle> = vec![x, &args.choice, &args.weights];
     arrays.extend([gate, up, down].into_iter().flat_map(|m| m.arrays()));
     arrays.extend(around);
     let rows = elements(x) / width;

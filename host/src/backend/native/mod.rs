@@ -12,11 +12,11 @@ mod project;
 use std::cell::Cell;
 use std::sync::LazyLock;
 
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Dtype;
 
-use super::handle::OpResult;
+use super::handle::{Handle, OpResult};
 pub(super) use attend::attend;
-pub(super) use blocks::{MaskKind, attention, rms_norm, rope};
+pub(super) use blocks::{MaskKind, argmax, attention, rms_norm, rope};
 pub(super) use delta::gated_delta;
 pub(super) use experts::{experts, route};
 use prepare::{Buffers, Output, compute};
@@ -58,7 +58,7 @@ enum Kind {
     F16,
 }
 
-fn kind(array: &Array) -> Option<Kind> {
+fn kind(array: &Handle) -> Option<Kind> {
     match array.dtype() {
         Dtype::Float32 => Some(Kind::F32),
         Dtype::Bfloat16 => Some(Kind::Bf16),
@@ -89,13 +89,13 @@ macro_rules! by_kind {
 
 use by_kind;
 
-fn one(mut outputs: Vec<Array>) -> OpResult<Array> {
+fn one(mut outputs: Vec<Handle>) -> OpResult<Handle> {
     outputs
         .pop()
         .ok_or_else(|| "a kernel without output".to_owned())
 }
 
-fn elements(array: &Array) -> usize {
+fn elements(array: &Handle) -> usize {
     array.size()
 }
 
@@ -106,7 +106,7 @@ fn divisors(base: f32, dims: usize) -> Vec<f32> {
 }
 
 /// The lengths of an array's axes, if it has `N`.
-fn lengths<const N: usize>(array: &Array) -> Option<[usize; N]> {
+fn lengths<const N: usize>(array: &Handle) -> Option<[usize; N]> {
     let shape: [i32; N] = array.shape().try_into().ok()?;
     Some(shape.map(|n| n as usize))
 }

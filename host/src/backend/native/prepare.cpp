@@ -79,7 +79,7 @@ struct mlxhost_input {
   void* handle;
   // Whether it may come strided, as long as its last axis is not.
   bool strided;
-  // Set here: its data, its strides in elements if it is strided and may be, and a packed copy that
+  // Its data, if that is known: it is computed and row-contiguous then. Else null, and set here: its data, its strides in elements if it is strided and may be, and a packed copy that
   // the caller owns if there had to be one.
   const void* data;
   const int64_t* strides;
@@ -101,6 +101,9 @@ int mlxhost_prepare(
   try {
     std::vector<mx::array> pending;
     for (size_t i = 0; i < input_count; ++i) {
+      if (inputs[i].data != nullptr) {
+        continue;
+      }
       const auto& input = *static_cast<mx::array*>(inputs[i].handle);
       if (!input.is_available()) {
         pending.push_back(input);
@@ -110,6 +113,9 @@ int mlxhost_prepare(
       mx::eval(std::move(pending));
     }
     for (size_t i = 0; i < input_count; ++i) {
+      if (inputs[i].data != nullptr) {
+        continue;
+      }
       const auto& input = *static_cast<mx::array*>(inputs[i].handle);
       inputs[i].data = input.data<char>();
       if (input.flags().row_contiguous) {

@@ -9,7 +9,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use mlx_rs::{Array, Dtype};
 use plugin_api::abi::DType;
 
-use crate::backend::handle::{OpResult, to_mlx};
+use crate::backend::handle::{self, Handle, OpResult, to_mlx};
 
 /// Bytes for the text of an MLX exception.
 const ERROR_ROOM: usize = 512;
@@ -127,12 +127,12 @@ pub(in crate::backend) fn filled(
         dtype: to_mlx(dtype)?,
         from: None,
     };
-    let mut made = compute(&[], 0, &[output], |buffers| {
+    let made = compute(&[], 0, &[output], |buffers| {
         let elements: usize = shape.iter().map(|&n| n as usize).product();
         // SAFETY: a new array of that size, of numbers, which are their bytes.
         fill(unsafe { buffers.output(0, elements * size) });
     })?;
-    made.pop().ok_or_else(|| "no array".to_owned())
+    super::one(made).map(Handle::into_array)
 }
 
 /// Moves computed arrays side by side into large pages, each at the start of a cache line.
@@ -142,9 +142,11 @@ pub(in crate::backend) fn filled(
 pub(in crate::backend) fn settle(arrays: &[&Array]) -> OpResult<()> {
     let handles: Vec<_> = arrays.iter().map(|array| array.as_ptr().ctx).collect();
     // SAFETY: live arrays that nobody computes with meanwhile: they belong to this thread.
-    explained(|error| unsafe {
+    let settled = explained(|error| unsafe {
         mlxhost_settle(handles.as_ptr(), handles.len(), BLOCK, error, ERROR_ROOM)
-    })
+    });
+    handle::moved();
+    settled
 }
 
 /// The outcome of a call that leaves 0, or 1 and a text.
@@ -169,15 +171,15 @@ fn own(handle: *mut c_void) -> Option<Array> {
 /// Inputs whose bit is set in `strided` may come strided, as long as their last axis is contiguous; the
 /// others are packed first.
 pub(super) fn compute(
-    inputs: &[&Array],
+    inputs: &[&Handle],
     strided: u64,
     outputs: &[Output<'_>],
     body: impl FnOnce(&Buffers),
-) -> OpResult<Vec<Array>> {
-    let raw_input = |(index, array): (usize, &&Array)| RawInput {
+) -> OpResult<Vec<Handle>> {
+    let raw_input = |(index, array): (usize, &&Handle)| RawInput {
         handle: array.as_ptr().ctx,
         strided: strided >> index & 1 != 0,
-        data: std::ptr::null(),
+        data: array.data(),
         strides: std::ptr::null(),
         packed: std::ptr::null_mut(),
     };
@@ -204,8 +206,17 @@ pub(super) fn compute(
             ERROR_ROOM,
         )
     })?;
+    for (input, raw) in inputs.iter().zip(&buffers.inputs) {
+        if raw.packed.is_null() && raw.strides.is_null() {
+            input.found(raw.data);
+        }
+    }
     body(&buffers);
-    let made = buffers.outputs.iter_mut();
-    let made = made.map(|output| own(std::mem::replace(&mut output.handle, std::ptr::null_mut())));
-    Ok(made.flatten().collect())
+    let made = buffers.outputs.iter_mut().filter_map(|output| {
+        let array = own(std::mem::replace(&mut output.handle, std::ptr::null_mut()))?;
+        let handle = Handle::from(array);
+        handle.found(output.data);
+        Some(handle)
+    });
+    Ok(made.collect())
 }

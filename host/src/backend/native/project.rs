@@ -1,10 +1,10 @@
 //! Projections with the steps around them.
 
 use half::{bf16, f16};
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Dtype;
 
 use super::{Buffers, Kind, Output, by_kind, compute, elements, enabled, kind};
-use crate::backend::handle::OpResult;
+use crate::backend::handle::{Handle, OpResult};
 use crate::backend::project::{Matrix as MatrixArrays, Projection};
 use crate::kernels::matrix::{DenseWeights, Matrix};
 use crate::kernels::quantized::{QuantizedMatrix, Scales};
@@ -108,14 +108,14 @@ pub(super) fn shape(matrix: &MatrixArrays, x: Kind, inputs: usize) -> Option<Sha
     })
 }
 
-pub(in crate::backend) fn project(args: &Projection) -> Option<OpResult<Vec<Array>>> {
+pub(in crate::backend) fn project(args: &Projection) -> Option<OpResult<Vec<Handle>>> {
     let x = &args.x;
     let kind_x = kind(x)?;
     let inputs = *x.shape().last()? as usize;
     if !enabled() || inputs == 0 || !inputs.is_multiple_of(32) {
         return None;
     }
-    let mut arrays: Vec<&Array> = vec![x];
+    let mut arrays: Vec<&Handle> = vec![x];
     if let Some((weight, _)) = &args.norm {
         if weight.dtype() != x.dtype() || weight.shape() != [inputs as i32] {
             return None;
