@@ -8,7 +8,7 @@ use crate::kernels::pool::{self, Shared};
 use crate::kernels::rows::least_rows;
 
 /// The largest magnitude of an element.
-const MOST: f32 = 32767.0;
+pub const MOST: f32 = 32767.0;
 
 /// Rows that are multiplied together.
 pub const ROWS: usize = 4;
@@ -151,28 +151,27 @@ pub fn width(bits: usize, lanes: usize) -> usize {
 }
 
 /// A band's values and sums, and the scale of one of its rows.
-type Places<'a> = (&'a mut [i16], &'a mut f32, &'a mut [f32]);
+pub type Places<'a> = (&'a mut [i16], &'a mut f32, &'a mut [f32]);
 
 /// Lays out a row for weights of so many bits and so many lanes.
 fn fill(x: &[f32], form: (usize, usize), row: (usize, usize), places: Places<'_>) {
     #[cfg(target_arch = "x86_64")]
     {
-        use std::arch::is_x86_feature_detected as has;
-        if has!("avx512bw") && has!("avx512vl") {
-            // SAFETY: the processor has it.
-            return unsafe { fill_avx512(x, form, row, places) };
+        use super::x86_vnni;
+        if form.1 == x86_vnni::LANES && x86_vnni::available() {
+            // SAFETY: the processor has what the loops use.
+            return unsafe {
+                match form.0 {
+                    4 => x86_vnni::fill::<4>(x, row, places),
+                    _ => x86_vnni::fill::<8>(x, row, places),
+                }
+            };
         }
-        if has!("avx2") {
+        if std::arch::is_x86_feature_detected!("avx2") {
             // SAFETY: the processor has it.
             return unsafe { fill_avx2(x, form, row, places) };
         }
     }
-    fill_lanes(x, form, row, places);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512bw,avx512vl")]
-fn fill_avx512(x: &[f32], form: (usize, usize), row: (usize, usize), places: Places<'_>) {
     fill_lanes(x, form, row, places);
 }
 
@@ -182,8 +181,9 @@ fn fill_avx2(x: &[f32], form: (usize, usize), row: (usize, usize), places: Place
     fill_lanes(x, form, row, places);
 }
 
+/// Written so that compilers make vectors of it.
 #[inline(always)]
-fn fill_lanes(x: &[f32], form: (usize, usize), row: (usize, usize), places: Places<'_>) {
+pub fn fill_lanes(x: &[f32], form: (usize, usize), row: (usize, usize), places: Places<'_>) {
     match form {
         (4, 16) => blocks::<128, 4, 16>(x, row, places),
         (4, _) => blocks::<64, 4, 8>(x, row, places),

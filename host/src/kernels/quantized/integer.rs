@@ -5,6 +5,8 @@
 //! alone and among others.
 
 use super::activations::{Activations, Band, LANE_BYTES, PART, ROWS, width};
+#[cfg(target_arch = "x86_64")]
+use super::x86_vnni;
 use super::{QuantizedMatrix, Scales, TILE};
 use crate::kernels::lanes::fma;
 
@@ -54,6 +56,11 @@ pub fn multiply(
     matrix.check();
     assert!(outputs <= TILE && first + outputs <= matrix.outputs);
     assert!(x.fits(matrix.inputs, matrix.bits) && out.len() == x.rows() * TILE);
+    #[cfg(target_arch = "x86_64")]
+    if x.lanes() == x86_vnni::LANES && x86_vnni::available() {
+        // SAFETY: the processor has what the loops use, and all lengths were checked.
+        return unsafe { x86_vnni::multiply(matrix, first, outputs, x, out) };
+    }
     let tile = scratch.tile(matrix, first, outputs);
     for (index, out) in out.chunks_mut(ROWS * TILE).enumerate() {
         let band = x.band(index);
@@ -109,14 +116,10 @@ fn spread(
 fn rows<const M: usize>(tile: &Tile<'_>, x: Band<'_>, lanes: usize, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     {
-        use super::{x86_integer, x86_vnni};
+        use super::x86_integer;
         use std::arch::is_x86_feature_detected as has;
-        if lanes == x86_vnni::LANES && x86_vnni::available() {
-            // SAFETY: the processor has what the loops use; `multiply` checked all lengths.
-            return unsafe { x86_vnni::rows::<M>(tile, x, out) };
-        }
         if lanes == x86_integer::LANES && has!("avx2") && has!("fma") {
-            // SAFETY: as above.
+            // SAFETY: the processor has what the loops use; `multiply` checked all lengths.
             return unsafe { x86_integer::rows::<M>(tile, x, out) };
         }
     }
@@ -129,8 +132,8 @@ fn rows<const M: usize>(tile: &Tile<'_>, x: Band<'_>, lanes: usize, out: &mut [f
 /// How many lanes the best loops for this processor have: 8 or 16.
 pub fn best_lanes() -> usize {
     #[cfg(target_arch = "x86_64")]
-    if super::x86_vnni::available() {
-        return super::x86_vnni::LANES;
+    if x86_vnni::available() {
+        return x86_vnni::LANES;
     }
     8
 }

@@ -168,6 +168,28 @@ proptest! {
     }
 
     #[test]
+    fn activations_are_laid_out_alike(
+        rows in 1usize..=4,
+        parts in 1usize..40,
+        bits in prop::sample::select(vec![4usize, 8]),
+    ) {
+        let inputs = parts * 32;
+        let x = case(rows, 1, inputs, 32, bits).x;
+        let best = Activations::quantize(&x, inputs, bits, 16);
+        let best = best.band(0);
+        let (mut values, mut sums) = (vec![0; best.values.len()], vec![0.0; best.sums.len()]);
+        for row in 0..rows {
+            let mut scale = 0.0;
+            let places = (&mut values[..], &mut scale, &mut sums[..]);
+            let x = &x[row * inputs..][..inputs];
+            activations::fill_lanes(x, (bits, 16), (row, rows), places);
+            prop_assert_eq!(scale, best.scales[row]);
+        }
+        prop_assert_eq!(&values[..], best.values);
+        prop_assert_eq!(&sums[..], best.sums);
+    }
+
+    #[test]
     fn every_kernel_agrees(
         rows in 1usize..=BLOCK,
         outputs in 1usize..=TILE,

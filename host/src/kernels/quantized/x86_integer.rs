@@ -9,7 +9,7 @@ use super::activations::Band;
 use super::integer::Tile;
 
 /// How far ahead of the weights in use memory is asked for those that follow.
-pub const AHEAD: usize = 2048;
+const AHEAD: usize = 2048;
 
 /// Lanes of sums.
 pub const LANES: usize = 8;
