@@ -155,7 +155,9 @@ impl AsRef<Array> for Lent {
 pub(super) fn lent(raw: RawTensor) -> OpResult<Lent> {
     // The ABI says that tensor arguments are live handles for the time of the call.
     let handle = NonNull::new(raw.0.cast());
-    handle.map(Lent).ok_or_else(|| "an argument is absent".to_owned())
+    handle
+        .map(Lent)
+        .ok_or_else(|| "an argument is absent".to_owned())
 }
 
 /// The array behind a handle that may be null.

@@ -4,8 +4,8 @@ use abi_stable::std_types::{RSlice, RSliceMut};
 use mlx_rs::{Array, ops as mlx};
 use plugin_api::abi::{BinaryOp, DType, MAX_RANK, RawTensor, ReduceOp, TensorInfo, UnaryOp};
 
-use super::native;
 use super::handle::{Explain, Handle, OpResult, from_mlx, from_raw, lent, op, run, to_mlx};
+use super::native;
 
 /// The most elements a tensor may have: far beyond memory, far below overflow.
 const MAX_ELEMENTS: usize = 1 << 40;

@@ -3,7 +3,9 @@
 
 use std::ops::Range;
 
-use super::lanes::{self, Float, exp_negative};
+use super::lanes::{self, Float, LANES, exp_negative};
+#[cfg(target_arch = "x86_64")]
+use super::mix_avx512;
 
 /// Keys, or values, that all queries pass over together.
 const TILE: usize = 64;
@@ -109,7 +111,7 @@ impl Scratch {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::is_x86_feature_detected as has;
-            if has!("avx512f") {
+            if mix_avx512::fits(self.dim) {
                 // SAFETY: the processor has it.
                 return unsafe { self.mix_avx512(head, span, sees) };
             }
@@ -121,15 +123,56 @@ impl Scratch {
         self.mix_lanes(head, span, sees, lanes::fma);
     }
 
+    /// # Safety
+    /// [`mix_avx512::fits`] for the dimensions.
     #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx512f,fma")]
-    fn mix_avx512(
+    #[target_feature(enable = "avx512f,avx2,fma")]
+    unsafe fn mix_avx512(
         &mut self,
         head: impl Lookup,
         span: Range<usize>,
         sees: impl Fn(usize, usize) -> bool,
     ) {
-        self.mix_lanes(head, span, sees, f32::mul_add);
+        let (dim, keys) = (self.dim, span.len());
+        self.begin(keys);
+        for tile in tiles(span.clone(), head) {
+            let first = tile.start;
+            let (tile_keys, stride) = head.get(0, tile.clone(), dim, &mut self.wide);
+            for (index, query) in self.queries.chunks_exact(dim).enumerate() {
+                let scores = &mut self.scores[index * keys + first - span.start..][..tile.len()];
+                // SAFETY: the caller's promise.
+                unsafe { mix_avx512::scores(query, tile_keys, stride, scores) };
+                for (s, score) in tile.clone().zip(scores) {
+                    if !sees(index, s) {
+                        *score = f32::NEG_INFINITY;
+                    }
+                }
+            }
+        }
+        self.share_out(&span);
+        for tile in tiles(span.clone(), head) {
+            let (first, count) = (tile.start - span.start, tile.len());
+            let values = head.get(1, tile, dim, &mut self.wide);
+            let shares = (&self.scores[first..], keys);
+            // SAFETY: the caller's promise.
+            unsafe { mix_avx512::add_values(shares, values, count, dim, &mut self.sums) };
+        }
+    }
+
+    /// Room for the scores of so many keys, and no sums yet.
+    fn begin(&mut self, keys: usize) {
+        let queries = self.queries.len() / self.dim;
+        self.scores.clear();
+        self.scores.resize(queries * keys, f32::NEG_INFINITY);
+        self.sums.fill(0.0);
+    }
+
+    /// Makes shares of the scores of the keys of a span.
+    #[inline(always)]
+    fn share_out(&mut self, span: &Range<usize>) {
+        for scores in self.scores.chunks_exact_mut(span.len().max(1)) {
+            softmax(scores, span.start);
+        }
     }
 
     #[cfg(target_arch = "x86_64")]
@@ -152,10 +195,7 @@ impl Scratch {
         fma: impl Fn(f32, f32, f32) -> f32 + Copy,
     ) {
         let (dim, keys) = (self.dim, span.len());
-        let queries = self.queries.len() / dim;
-        self.scores.clear();
-        self.scores.resize(queries * keys, f32::NEG_INFINITY);
-        self.sums.fill(0.0);
+        self.begin(keys);
         // A tile of keys, then of values, stays near while all queries pass over it.
         for tile in tiles(span.clone(), head) {
             let first = tile.start;
@@ -169,9 +209,7 @@ impl Scratch {
                 }
             }
         }
-        for scores in self.scores.chunks_exact_mut(keys.max(1)) {
-            softmax(scores);
-        }
+        self.share_out(&span);
         for tile in tiles(span.clone(), head) {
             let (first, count) = (tile.start, tile.len());
             let (values, stride) = head.get(1, tile, dim, &mut self.wide);
@@ -241,9 +279,9 @@ fn dot(a: &[f32], b: &[f32], fma: impl Fn(f32, f32, f32) -> f32) -> f32 {
     ((a + e) + (c + g)) + ((b + f) + (d + h))
 }
 
-/// In place; a query that sees nothing gets zeros.
+/// In place, the first score being that of the key `start`; a query that sees nothing gets zeros.
 #[inline(always)]
-fn softmax(scores: &mut [f32]) {
+fn softmax(scores: &mut [f32], start: usize) {
     let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if most == f32::NEG_INFINITY {
         scores.fill(0.0);
@@ -254,11 +292,19 @@ fn softmax(scores: &mut [f32]) {
         let e = exp_negative(*score - most);
         *score = if hidden { 0.0 } else { e };
     }
-    // In order, so that keys that are not seen at the ends change nothing.
-    let mut sum = 0.0;
-    for score in scores.iter() {
-        sum += score;
+    // A key's lane is that of its number, so that keys that are not seen at the ends change nothing.
+    let mut sums = [0.0; LANES];
+    let before = (start % LANES).wrapping_neg() % LANES;
+    let (first, rest) = scores.split_at(before.min(scores.len()));
+    for (sum, score) in sums[start % LANES..].iter_mut().zip(first) {
+        *sum += score;
     }
+    for scores in rest.chunks(LANES) {
+        for (sum, score) in sums.iter_mut().zip(scores) {
+            *sum += score;
+        }
+    }
+    let sum = lanes::total(sums);
     for score in scores.iter_mut() {
         *score /= sum;
     }

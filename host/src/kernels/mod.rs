@@ -13,6 +13,8 @@ pub mod kv;
 pub mod lanes;
 pub mod matrix;
 mod mix;
+#[cfg(target_arch = "x86_64")]
+mod mix_avx512;
 pub mod pool;
 pub mod project;
 pub mod quantized;

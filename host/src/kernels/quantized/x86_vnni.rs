@@ -453,8 +453,7 @@ fn by_twos([low, high, ..]: [__m512i; 4]) -> [__m512i; 4] {
         places
     };
     // SAFETY: twice 64 bytes.
-    let [even, odd] =
-        [0, 32].map(|at| unsafe { _mm512_loadu_si512(PLACES[at..].as_ptr().cast()) });
+    let [even, odd] = [0, 32].map(|at| unsafe { _mm512_loadu_si512(PLACES[at..].as_ptr().cast()) });
     let zero = _mm512_setzero_si512();
     [
         _mm512_permutex2var_epi16(low, even, high),
