@@ -58,6 +58,9 @@ static DIARY: OnceLock<std::fs::File> = OnceLock::new();
 /// Calls of all drafters together, for those that are never twice the same.
 static CALLS: AtomicI32 = AtomicI32::new(0);
 
+/// Longer than somebody waits who is in a hurry.
+const NAP: Duration = Duration::from_secs(2);
+
 /// For ever, as far as anybody waits.
 const LONG: Duration = Duration::from_secs(3600);
 
@@ -72,6 +75,22 @@ fn misstep(behave: &str, place: &str) -> Result<()> {
         Some("panic") => panic!("hostile {place}"),
         Some("bomb") => std::panic::panic_any(Bomb),
         Some("number") => std::panic::panic_any(7),
+        Some("hang") => loop {
+            std::thread::sleep(LONG);
+        },
+        // Only the first time in this process.
+        Some("nap") if CALLS.fetch_add(1, Ordering::Relaxed) == 0 => {
+            std::thread::sleep(NAP);
+            Ok(())
+        }
+        // Busy with the host's ops.
+        Some("spin") => {
+            let mut sum = Tensor::full(&[64, 64], 0.0, DType::F32)?;
+            loop {
+                sum = sum.matmul(&sum)?;
+                sum.eval()?;
+            }
+        }
         Some("error") => Err(Error::failed(format!("hostile {place}"))),
         Some("loud") => Err(Error::invalid(LOUD.repeat(1000))),
         _ => Ok(()),
@@ -156,9 +175,7 @@ impl Drafter for Hostile {
 
 impl Drop for Hostile {
     fn drop(&mut self) {
-        if self.behave == "panic-drop" {
-            panic!("hostile drop");
-        }
+        let _ = misstep(&self.behave, "drop");
     }
 }
 
@@ -247,10 +264,6 @@ impl DraftRows for HostileRows {
                 ids: None,
                 lens: vec![1; self.rows],
             }),
-            "hang" => {
-                std::thread::sleep(LONG);
-                self.repeat(request)
-            }
             "abort" => std::process::abort(),
             "exit" => std::process::exit(0),
             "print" => {
