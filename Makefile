@@ -26,7 +26,7 @@ MODELS   := $(DESTDIR)$(PREFIX)/share/mlxhost/models
 TARGET   := smollm2-135m-instruct
 DRAFTERS := smollm2-mtp/bf16 smollm2-mtp/4bit smollm2-dflash/4bit
 
-.PHONY: help build model run test lint bench bench-batch bench-peers bench-kernels bench-instructions install clean
+.PHONY: help build model run test lint bench bench-batch bench-plugins bench-peers bench-kernels bench-instructions install clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -69,6 +69,9 @@ bench: model build ## compare with other engines, and drafters with none; ARGS=-
 
 bench-batch: model build ## many requests at a time, with drafters and without
 	$(PYTHON) bench/batch.py $(ARGS)
+
+bench-plugins: build ## what plugins at hand add to the start of the program
+	$(PYTHON) bench/plugins.py $(ARGS)
 
 bench-peers: ## install the other engines for `make bench` (compiles llama.cpp)
 	$(PYTHON) -m venv bench/.venv

@@ -111,13 +111,23 @@ impl Checkpoint {
     }
 
     /// Refuses a checkpoint that lacks tensors, naming the first of them. For [`crate::Drafter::load`]:
-    /// before anything is read.
+    /// before anything is read. A quantized `weight` brings `scales` and `biases`: where there is one of these, the
+    /// other is needed, too.
     pub fn require_tensors(&self, names: impl IntoIterator<Item = String>) -> Result<()> {
         let present = self.names();
-        let missing: Vec<String> = names
-            .into_iter()
-            .filter(|name| present.binary_search(name).is_err())
-            .collect();
+        let has = |name: &String| present.binary_search(name).is_ok();
+        let mut missing = Vec::new();
+        for name in names {
+            let module = name.strip_suffix("weight");
+            let pair =
+                module.map(|module| ["scales", "biases"].map(|part| format!("{module}{part}")));
+            if let Some([scales, biases]) = pair.filter(|[a, b]| has(a) != has(b)) {
+                missing.push(if has(&scales) { biases } else { scales });
+            }
+            if !has(&name) {
+                missing.push(name);
+            }
+        }
         if missing.is_empty() {
             return Ok(());
         }
@@ -129,6 +139,18 @@ impl Checkpoint {
         };
         Err(Error::invalid(format!(
             "{path}: missing tensors: {shown}{more}"
+        )))
+    }
+
+    /// Refuses a checkpoint with layers beyond the `count` that its config speaks of: one of the two is another
+    /// drafter's. Names of layer `n` begin with `prefix` and `n.`.
+    pub fn require_layers(&self, prefix: &str, count: usize) -> Result<()> {
+        if self.bytes(&format!("{prefix}{count}.")) == 0 {
+            return Ok(());
+        }
+        let path = self.path();
+        Err(Error::invalid(format!(
+            "{path}: there are tensors {prefix}{count}.*, and its config speaks of {count} layers"
         )))
     }
 

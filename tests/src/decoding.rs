@@ -7,8 +7,8 @@ use mlxhost::LoadError;
 pub use mlxhost::check::Random;
 use mlxhost::checkpoint::Checkpoint;
 use mlxhost::engine::{
-    DraftWith, DrafterConfig, Engine, EngineConfig, Event, Finish, Limits, Request, Round, Running,
-    Stats,
+    DraftWith, DrafterConfig, Engine, EngineConfig, Event, Finish, Limits, PLUGIN_TIMEOUT, Request,
+    Round, Running, Stats,
 };
 use mlxhost::model::KvConfig;
 use mlxhost::plugin::{DrafterSource, Library, PluginFile};
@@ -69,6 +69,7 @@ pub fn config(path: &Path, drafters: impl IntoIterator<Item = DrafterSource>) ->
         kv: KvConfig::default(),
         limits: Limits::default(),
         prefix: PrefixConfig::default(),
+        plugin_timeout: Some(PLUGIN_TIMEOUT),
     }
 }
 

@@ -81,6 +81,7 @@ fn build() {
             "qwen_mtp",
             "scripted",
             "hostile",
+            "allocator",
             "altered",
         ];
         let mut cargo = Command::new(env!("CARGO"));

@@ -234,7 +234,7 @@ fn a_dspark_drafter_that_does_not_fit_is_refused_naming_both() {
     let copy = Copy::of("dspark-qwen3-f32");
     copy.set("config.json", "/num_hidden_layers", json!(1));
     copy.set("config.json", "/layer_types", json!(["full_attention"]));
-    let says = &["num_hidden_layers", "tensors of a layer 1"];
+    let says = &["tensors layers.1.*", "speaks of 1 layers"];
     assert_refused(
         &draft_with("deepspec", "qwen3-f32", copy.path(), &[]),
         2,

@@ -327,6 +327,78 @@ fn every_place_is_searched_in_its_order_and_every_file_has_a_verdict() {
     }
 }
 
+/// Runs the program as a user whom modes stop; root gives that right up first. None where root can't.
+fn stopped_by_modes(args: &[&str]) -> Option<std::process::Command> {
+    let closed = tempfile::tempdir().unwrap();
+    mode(closed.path(), 0);
+    let program = command(args);
+    if std::fs::read_dir(closed.path()).is_err() {
+        return Some(program);
+    }
+    let mut without = std::process::Command::new("setpriv");
+    without.args(["--bounding-set", "-dac_override,-dac_read_search"]);
+    let mut probe = std::process::Command::new("setpriv");
+    probe.args(without.get_args()).arg("ls").arg(closed.path());
+    if probe
+        .output()
+        .is_ok_and(|seen| seen.status.code() == Some(2))
+    {
+        without.arg(program.get_program()).args(program.get_args());
+        for (key, value) in program.get_envs() {
+            match value {
+                Some(value) => without.env(key, value),
+                None => without.env_remove(key),
+            };
+        }
+        return Some(without);
+    }
+    None
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_directory_that_cannot_be_read_is_a_warning() {
+    if stopped_by_modes(&[]).is_none() {
+        return eprintln!("not tried: modes don't stop this user, and setpriv is not there");
+    }
+    let (user, good) = (tempfile::tempdir().unwrap(), directory(&["ngram"]));
+    let [closed, standing] = [directory(&["scripted"]), directory(&["scripted"])];
+    let plugins = user.path().join("plugins");
+    std::os::unix::fs::symlink(standing.path(), &plugins).unwrap();
+    for (dir, bits) in [(&user, 0o755), (&good, 0o755), (&closed, 0), (&standing, 0)] {
+        mode(dir.path(), bits);
+    }
+    let search = std::env::join_paths([closed.path(), good.path()]).unwrap();
+    let output = |args: &[&str]| {
+        let mut command = stopped_by_modes(args).expect("as before");
+        command
+            .env("MLXHOST_PLUGIN_PATH", &search)
+            .env("MLXHOST_DATA_DIR", user.path());
+        command.output().unwrap()
+    };
+    let listed = output(&["plugins", "list", "--explain", "--json"]);
+    assert_eq!(listed.status.code(), Some(0), "{}", stderr(&listed));
+    let explained: Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let expected = [("MLXHOST_PLUGIN_PATH", "libngram", "loaded")];
+    assert_eq!(verdicts(&explained), rows(&expected));
+    let why = stderr(&output(&["plugins", "list"]));
+    assert_eq!(why.matches("Permission denied").count(), 2, "{why}");
+    for dir in [closed.path(), plugins.as_path()] {
+        assert!(why.contains(dir.to_str().unwrap()), "{why}");
+    }
+    // Named, it is the user's mistake; so as not to be in the way of the removal, the modes are given back.
+    let named = output(&[
+        "plugins",
+        "list",
+        "--plugin-dir",
+        closed.path().to_str().unwrap(),
+    ]);
+    assert_eq!(named.status.code(), Some(0), "{}", stderr(&named));
+    for dir in [&closed, &standing] {
+        mode(dir.path(), 0o755);
+    }
+}
+
 #[test]
 fn what_lies_in_the_users_directory_drafts_unasked_and_need_not_serve() {
     let user = tempfile::tempdir().unwrap();

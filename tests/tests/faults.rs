@@ -175,7 +175,7 @@ fn broken(engine: &Engine, pool: &[(Request, Reply)], fault: &Fault, every: u32)
                 None
             }
             Event::Done(answer) => Some(Ok(answer.finish)),
-            Event::Failed(why) => Some(Err(why)),
+            Event::Failed(why) => Some(Err(why.to_string())),
         });
         match end.expect("every request ends") {
             Ok(finish) => {

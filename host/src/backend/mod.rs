@@ -119,6 +119,16 @@ impl Drop for Finish {
     }
 }
 
+/// Ends the process now, whatever its other threads do. MLX's handlers at an exit would take from them what they
+/// compute with; and where a plugin never returns, nobody can wait for them. Flush standard output before.
+pub fn leave(code: i32) -> ! {
+    // SAFETY: of the C library; it may be called at any time and from any thread.
+    unsafe extern "C" {
+        safe fn _exit(code: i32) -> !;
+    }
+    _exit(code)
+}
+
 /// Bytes that MLX holds for arrays now.
 pub(crate) extern "C" fn memory_used() -> u64 {
     mlx_rs::memory::active_memory().unwrap_or(0) as u64

@@ -48,8 +48,7 @@ pub(super) fn self_contained(subject: &Subject) -> Outcome {
             ));
         }
     }
-    // What rustc calls the hook of a #[global_allocator], where names were not stripped.
-    if defined.iter().any(|name| name.contains("__rg_alloc")) {
+    if has_global_allocator(&defined) {
         notes.push("it has a #[global_allocator] of its own".to_owned());
     }
     if defined
@@ -68,6 +67,15 @@ pub(super) fn self_contained(subject: &Subject) -> Outcome {
         notes,
         "no allocator of its own, no static thread-locals",
     ))
+}
+
+/// Whether there is a `#[global_allocator]`, where names were not stripped: what Rust code allocates with, and
+/// without the standard library's own behind it. Older compilers have a name for it.
+fn has_global_allocator(defined: &[&str]) -> bool {
+    let hooks = ["__rust_alloc", "__rust_dealloc", "__rust_realloc"];
+    let is_hook = |name: &&str| hooks.iter().any(|hook| name.ends_with(hook));
+    let has = |part: &str| defined.iter().any(|name| name.contains(part));
+    has("__rg_alloc") || (defined.iter().any(is_hook) && !has("__rdl_"))
 }
 
 fn contains(bytes: &[u8], text: &[u8]) -> bool {

@@ -1,10 +1,11 @@
 //! What the user can say.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, Subcommand};
-use mlxhost::engine::Limits;
+use mlxhost::engine::{Limits, PLUGIN_TIMEOUT};
 use mlxhost::kernels::{self, pool};
 use mlxhost::prefix::PrefixConfig;
 
@@ -168,11 +169,27 @@ pub struct ModelArgs {
     /// When the file of the plugin that drafts changes, take the new build for the requests that come then.
     #[arg(long, conflicts_with = "no_draft", help_heading = "Models")]
     pub watch: bool,
+    /// Give up on a plugin that has been in a call for so many seconds, reading weights aside; 0: never.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = PLUGIN_TIMEOUT.as_secs() as u32,
+        help_heading = "Plugins"
+    )]
+    pub plugin_timeout: u32,
 
     #[command(flatten)]
     pub kv: KvArgs,
     #[command(flatten)]
     pub compute: Compute,
+}
+
+impl ModelArgs {
+    /// What a call of a plugin may take; none: as long as it wants.
+    pub fn plugin_timeout(&self) -> Option<Duration> {
+        let seconds = u64::from(self.plugin_timeout);
+        (seconds > 0).then(|| Duration::from_secs(seconds))
+    }
 }
 
 /// What an answer is to be like.

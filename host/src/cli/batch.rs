@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use mlxhost::engine::{DraftWith, Event, Finish, Request, Running};
+use mlxhost::engine::{DraftWith, EngineError, Event, Failure, Finish, Request, Running};
 use mlxhost::text::{Message, Role};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -271,13 +271,16 @@ impl Batch<'_> {
                         }
                         self.end(number);
                     }
+                    Ok(Some(Event::Failed(Failure::Hung(hang)))) => {
+                        return Err(EngineError::Hung(hang).into());
+                    }
                     Ok(Some(Event::Failed(why))) => {
-                        let line = json!({"id": job.id, "error": why});
+                        let line = json!({"id": job.id, "error": why.to_string()});
                         self.answered.write(&line)?;
                         self.failed += 1;
                         self.end(number);
                     }
-                    Err(_) => return Err(CliError::Failure("the engine has stopped".to_owned())),
+                    Err(error) => return Err(error.into()),
                 }
                 wait = Duration::ZERO;
             }

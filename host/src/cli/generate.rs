@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use mlxhost::engine::{Answer, DraftWith, Engine, Event, Finish, Limits, Request};
+use mlxhost::backend;
+use mlxhost::engine::{Answer, DraftWith, Engine, Event, Failure, Finish, Limits, Request};
 use mlxhost::text::{GenerationDefaults, Tokenizer};
 use plugin_api::sampling::Sampling;
 
@@ -72,7 +73,7 @@ impl Interrupt {
         ctrlc::set_handler(move || {
             if flag.swap(true, Ordering::Relaxed) {
                 // Nothing to clean up: plugins' copies are gone since they were mapped.
-                std::process::exit(130);
+                backend::leave(130);
             }
         })
         .map_err(|e| CliError::Failure(format!("can't watch for Ctrl-C: {e}")))?;
@@ -172,9 +173,13 @@ pub fn answer(
                 if let Some(printer) = printer {
                     printer.end("")?;
                 }
+                // The log has said what holds the round up that was to end the answer.
+                if matches!(why, Failure::Hung(_)) && interrupt.is_pressed() {
+                    return Err(CliError::Interrupted);
+                }
                 return Err(CliError::Failure(format!("the answer broke off: {why}")));
             }
-            Err(_) => return Err(CliError::Failure("the engine has stopped".to_owned())),
+            Err(error) => return Err(error.into()),
         }
     }
 }

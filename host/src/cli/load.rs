@@ -87,6 +87,7 @@ pub fn load(args: &ModelArgs, needs: Needs) -> Result<Loaded, CliError> {
         limits: needs.limits,
         prefix: needs.prefix,
         kv,
+        plugin_timeout: args.plugin_timeout(),
     };
     let progress = Progress::new("loading", bytes);
     let engine = Engine::start(config, {

@@ -18,15 +18,13 @@ mod plugins;
 mod prompt;
 mod swap;
 
-use std::process::ExitCode;
-
 use clap::Parser;
 
 use args::{Args, Command};
 use error::CliError;
 
 /// Runs the program.
-pub fn main() -> ExitCode {
+pub fn main() -> ! {
     let args = Args::parse();
     log::init();
     let outcome = match &args.command {
@@ -37,12 +35,15 @@ pub fn main() -> ExitCode {
         Some(Command::Plugins(plugins)) => plugins::run(plugins),
         Some(Command::Drafter(drafter)) => drafter::run(drafter),
     };
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(CliError::Interrupted) => ExitCode::from(130),
+    let code = match outcome {
+        Ok(()) => 0,
         Err(error) => {
-            output::note(format_args!("mlxhost: {error}"));
-            ExitCode::from(error.code())
+            if !matches!(error, CliError::Interrupted) {
+                output::note(format_args!("mlxhost: {error}"));
+            }
+            error.code()
         }
-    }
+    };
+    // A plugin may still be in a call.
+    mlxhost::backend::leave(code.into())
 }

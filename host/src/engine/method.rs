@@ -44,6 +44,7 @@ impl Method {
 }
 
 /// All ways in which requests can be decoded now.
+#[derive(Clone)]
 pub(super) struct Methods {
     /// One per drafter, the default first.
     drafted: Vec<Rc<Method>>,

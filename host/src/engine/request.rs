@@ -5,6 +5,7 @@ use std::time::Duration;
 use plugin_api::sampling::Sampling;
 
 use super::Stats;
+use crate::plugin::Hang;
 
 /// One prompt to be answered.
 #[derive(Clone, Debug)]
@@ -116,7 +117,19 @@ pub enum Event {
     /// The answer is complete.
     Done(Answer),
     /// The engine could not go on; what was delivered is right, but incomplete.
-    Failed(String),
+    Failed(Failure),
+}
+
+/// Why an answer broke off.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Failure {
+    /// A pass could not be computed.
+    #[error("{0}")]
+    Engine(String),
+    /// A plugin does not return from a call, and nobody is answered meanwhile.
+    #[error(transparent)]
+    Hung(Hang),
 }
 
 /// The end of an answer.

@@ -10,7 +10,7 @@ use plugin_api::RowSpec;
 use crate::text::{TextStream, Tokenizer};
 
 use super::depth::Acceptance;
-use super::request::{Answer, Event, Finish, Request, Token};
+use super::request::{Answer, Event, Failure, Finish, Request, Token};
 use super::stats::Stats;
 
 /// A request while it is served.
@@ -189,6 +189,8 @@ impl Row {
         if self.over {
             return;
         }
-        let _ = self.events.send(Event::Failed(why.to_owned()));
+        let _ = self
+            .events
+            .send(Event::Failed(Failure::Engine(why.to_owned())));
     }
 }

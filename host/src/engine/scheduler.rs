@@ -88,12 +88,16 @@ impl Scheduler {
             Command::Serve(submissions) => self.enqueue(submissions),
             Command::Swap(drafter, report) => {
                 let begun = Instant::now();
+                let before = self.methods.clone();
                 let outcome = self.methods.swap(&self.target, &drafter);
                 tracing::debug!("a swap took {:.1?} between two rounds", begun.elapsed());
-                // Whoever asked may have gone.
-                let _ = report.send(outcome);
+                // Whoever asked was told that the plugin takes too long, and that nothing has changed.
+                if report.send(outcome).is_err() {
+                    self.methods = before;
+                }
             }
             Command::Totals(report) => {
+                // Whoever asked may have gone.
                 let _ = report.send(self.methods.totals());
             }
         }

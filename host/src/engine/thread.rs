@@ -1,9 +1,10 @@
 //! The engine thread and the handle to it.
 
+use std::cell::Cell;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -11,14 +12,15 @@ use std::time::Duration;
 use plugin_api::TargetFacts;
 
 use super::method::Methods;
-use super::request::{DraftWith, Event, Request, RequestError};
+use super::patience::Patience;
+use super::request::{DraftWith, Event, Failure, Request, RequestError};
 use super::scheduler::Scheduler;
 use super::totals::Totals;
 use crate::backend;
 use crate::checkpoint::Checkpoint;
 use crate::error::LoadError;
 use crate::model::{KvConfig, Model, TargetHandle};
-use crate::plugin::DrafterSource;
+use crate::plugin::{Calls, DrafterSource, Hang};
 use crate::prefix::{PrefixConfig, PrefixStore};
 use crate::text::Tokenizer;
 
@@ -36,6 +38,9 @@ pub struct EngineConfig {
     pub limits: Limits,
     /// Where the states of rows are kept.
     pub prefix: PrefixConfig,
+    /// How long a call of a plugin may take, reading weights aside; none: as long as it wants. It can't be
+    /// interrupted. When it has taken longer, whoever waits for the engine is told ([`Hang`]) and waits no more.
+    pub plugin_timeout: Option<Duration>,
 }
 
 /// A drafter of an engine.
@@ -77,15 +82,20 @@ pub enum EngineError {
     /// A request cannot be served.
     #[error(transparent)]
     Request(#[from] RequestError),
+    /// A plugin does not return from a call. Should it do so after all, the engine goes on.
+    #[error(transparent)]
+    Hung(#[from] Hang),
     /// The engine thread has ended.
     #[error("the engine has stopped")]
     Stopped,
 }
 
-/// A handle to the engine thread, which ends when the handle is dropped.
+/// A handle to the engine thread, which ends when the handle is dropped. Dropping it waits for that, but for no
+/// plugin that is in a call for more than a second: that thread ends when the plugin lets it.
 pub struct Engine {
     commands: Option<Sender<Command>>,
     thread: Option<JoinHandle<()>>,
+    patience: Patience,
     facts: TargetFacts,
     weight_bytes: u64,
     drafters: Mutex<Vec<DrafterFacts>>,
@@ -111,6 +121,9 @@ pub(super) enum Command {
 pub struct Running {
     events: Receiver<Event>,
     cancel: Arc<AtomicBool>,
+    patience: Patience,
+    /// It was told that a plugin holds the engine up, which was the last event.
+    hung: Cell<bool>,
 }
 
 /// What an engine tells of one of its drafters.
@@ -138,22 +151,30 @@ impl Engine {
     /// thread, of every piece of weights in bytes.
     ///
     /// # Errors
-    /// What could not be loaded, and why.
+    /// What could not be loaded, and why; or a drafter's plugin does not return.
     pub fn start(
         config: EngineConfig,
         progress: impl Fn(u64) + Send + 'static,
     ) -> Result<Self, EngineError> {
         let has_tokenizer = config.tokenizer.is_some();
+        let limit = config.plugin_timeout;
         let (commands, inbox) = mpsc::channel();
         let (report, ready) = mpsc::channel();
+        let (introduce, calls) = mpsc::channel();
         let thread = std::thread::Builder::new()
             .name("engine".to_owned())
-            .spawn(move || serve(config, progress, &report, &inbox))
+            .spawn(move || {
+                let _ = introduce.send(Calls::here());
+                serve(config, progress, &report, &inbox);
+            })
             .map_err(|_| EngineError::Stopped)?;
-        let ready = ready.recv().map_err(|_| EngineError::Stopped)??;
+        let calls = calls.recv().map_err(|_| EngineError::Stopped)?;
+        let patience = Patience::new(calls, limit);
+        let ready = patience.receive(&ready)??;
         Ok(Self {
             commands: Some(commands),
             thread: Some(thread),
+            patience,
             facts: ready.facts,
             weight_bytes: ready.weight_bytes,
             drafters: Mutex::new(ready.drafters),
@@ -183,11 +204,12 @@ impl Engine {
     /// Load the plugin's library before, with [`crate::plugin::Library::load`]: that needs no engine.
     ///
     /// # Errors
-    /// The new one can't be used: the old one stays in its place. Or the engine has stopped.
+    /// The new one can't be used, or does not return from a call: the old one stays in its place. Or the engine
+    /// has stopped.
     pub fn swap(&self, drafter: DrafterConfig) -> Result<(), EngineError> {
         let (report, outcome) = mpsc::channel();
         self.send(Command::Swap(Box::new(drafter), report))?;
-        let now = outcome.recv().map_err(|_| EngineError::Stopped)??;
+        let now = self.patience.receive(&outcome)??;
         *self.known_drafters() = now;
         Ok(())
     }
@@ -220,6 +242,8 @@ impl Engine {
                 let running = Running {
                     events,
                     cancel: cancel.clone(),
+                    patience: self.patience.clone(),
+                    hung: Cell::new(false),
                 };
                 ((request, sender, cancel), running)
             })
@@ -232,11 +256,11 @@ impl Engine {
     /// drafters. A drafter that was swapped in begins at nothing. Answered between two rounds.
     ///
     /// # Errors
-    /// The engine has stopped.
+    /// A plugin does not return from a call, or the engine has stopped.
     pub fn totals(&self) -> Result<Vec<(Option<String>, Totals)>, EngineError> {
         let (report, totals) = mpsc::channel();
         self.send(Command::Totals(report))?;
-        totals.recv().map_err(|_| EngineError::Stopped)
+        self.patience.receive(&totals)
     }
 
     fn send(&self, command: Command) -> Result<(), EngineError> {
@@ -267,16 +291,23 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         drop(self.commands.take());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+        let Some(thread) = self.thread.take() else {
+            return;
+        };
+        while !thread.is_finished() {
+            if self.patience.hang_in_vain().is_some() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
         }
+        let _ = thread.join();
     }
 }
 
 impl Running {
     /// The next event; none after the last one.
     pub fn next_event(&self) -> Option<Event> {
-        self.events.recv().ok()
+        self.next_event_or(Duration::MAX).ok().flatten()
     }
 
     /// The next event, or none after `wait` without one.
@@ -284,16 +315,28 @@ impl Running {
     /// # Errors
     /// There will be no more events.
     pub fn next_event_or(&self, wait: Duration) -> Result<Option<Event>, EngineError> {
-        match self.events.recv_timeout(wait) {
-            Ok(event) => Ok(Some(event)),
-            Err(RecvTimeoutError::Timeout) => Ok(None),
-            Err(RecvTimeoutError::Disconnected) => Err(EngineError::Stopped),
+        if self.hung.get() {
+            return Err(EngineError::Stopped);
+        }
+        let is_vain = || self.is_cancelled();
+        match self.patience.receive_within(wait, is_vain, &self.events) {
+            Err(EngineError::Hung(hang)) => {
+                // Should the plugin return after all, there is nothing to go on with.
+                self.cancel();
+                self.hung.set(true);
+                Ok(Some(Event::Failed(Failure::Hung(hang))))
+            }
+            other => other,
         }
     }
 
-    /// Cancels the request at the end of its round; the last event says so.
+    /// Cancels the request at the end of its round; the last event says so, or that a plugin holds that round up.
     pub fn cancel(&self) {
         self.cancel.store(true, Ordering::Relaxed);
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Relaxed)
     }
 }
 
@@ -318,7 +361,11 @@ fn serve(
     inbox: &Receiver<Command>,
 ) {
     backend::install();
-    let loaded = backend::on_weights_read(progress, || load(&config));
+    let read = move |bytes| {
+        progress(bytes);
+        Calls::here().touch();
+    };
+    let loaded = backend::on_weights_read(read, || load(&config));
     let (target, methods, store) = match loaded {
         Ok(loaded) => loaded,
         Err(error) => {
@@ -335,7 +382,8 @@ fn serve(
         return;
     }
     let _finish = backend::Finish;
-    Scheduler::new(target, methods, config.tokenizer, store, config.limits).run(inbox);
+    let scheduler = Scheduler::new(target, methods, config.tokenizer, store, config.limits);
+    backend::on_weights_read(|_| Calls::here().touch(), || scheduler.run(inbox));
 }
 
 type Loaded = (Rc<TargetHandle>, Methods, Option<PrefixStore>);

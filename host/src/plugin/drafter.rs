@@ -11,6 +11,7 @@ use plugin_api::abi::{
 };
 use plugin_api::{Error, Result, TargetFacts};
 
+use super::calls::{Origin, seen};
 use super::library::Library;
 use super::rows::{Rows, fault};
 use crate::backend;
@@ -37,7 +38,7 @@ pub struct DrafterSource {
 /// A drafter that a plugin has made. Lives on the engine thread; its rows keep it alive.
 pub struct Drafter {
     raw: RawProvider,
-    plugin: String,
+    origin: Arc<Origin>,
     name: String,
     taps: Vec<Tap>,
     donors: Vec<DonorKind>,
@@ -49,7 +50,7 @@ pub struct Drafter {
 
 impl Drop for Drafter {
     fn drop(&mut self) {
-        self.raw.table.drop()(self.raw.this);
+        self.seen("drop", || self.raw.table.drop()(self.raw.this));
     }
 }
 
@@ -59,21 +60,25 @@ impl Drafter {
     /// # Errors
     /// The plugin refuses (its message), or claims what the target does not have.
     pub fn load(source: &DrafterSource, target: &Model) -> Result<Rc<Self>, LoadError> {
-        let plugin = source.library.manifest().name.clone();
+        let origin = Arc::new(Origin {
+            name: source.library.manifest().name.clone(),
+            path: Some(source.library.path().to_owned()),
+        });
         let about = source
             .checkpoint
             .as_deref()
             .unwrap_or(source.library.path());
         let raw = load_raw(
+            &origin,
             source.library.module(),
             source.checkpoint.as_deref(),
             &source.options,
         );
         let drafter =
-            raw.and_then(|raw| Self::admit(raw, plugin.clone(), Some(source.library.clone())));
+            raw.and_then(|raw| Self::admit(raw, origin.clone(), Some(source.library.clone())));
         drafter
             .and_then(|drafter| drafter.pair(target).map(|()| Rc::new(drafter)))
-            .map_err(|error| refused(about, &plugin, &error))
+            .map_err(|error| refused(about, &origin.name, &error))
     }
 
     /// A drafter of a plugin that is linked into this program: for benchmarks.
@@ -86,17 +91,21 @@ impl Drafter {
         checkpoint: Option<&Path>,
         target: &Model,
     ) -> Result<Rc<Self>> {
-        let raw = load_raw(module, checkpoint, &[])?;
-        let drafter = Self::admit(raw, plugin.to_owned(), None)?;
+        let origin = Arc::new(Origin {
+            name: plugin.to_owned(),
+            path: None,
+        });
+        let raw = load_raw(&origin, module, checkpoint, &[])?;
+        let drafter = Self::admit(raw, origin, None)?;
         drafter.pair(target)?;
         Ok(Rc::new(drafter))
     }
 
-    fn admit(raw: RawProvider, plugin: String, library: Option<Arc<Library>>) -> Result<Self> {
+    fn admit(raw: RawProvider, origin: Arc<Origin>, library: Option<Arc<Library>>) -> Result<Self> {
         let mut drafter = Self {
             raw,
-            name: plugin.clone(),
-            plugin,
+            name: origin.name.clone(),
+            origin,
             taps: Vec::new(),
             donors: Vec::new(),
             default_depth: 0,
@@ -148,7 +157,8 @@ impl Drafter {
     /// # Errors
     /// Why not.
     pub fn fits(&self, facts: &TargetFacts) -> Result<()> {
-        self.raw.table.pair()(self.raw.this, &facts.as_abi())
+        let facts = facts.as_abi();
+        self.seen("pair", || self.raw.table.pair()(self.raw.this, &facts))
             .into_result()
             .map_err(fault)
     }
@@ -158,7 +168,7 @@ impl Drafter {
     /// # Errors
     /// The plugin's.
     pub fn info(&self) -> Result<ProviderInfo> {
-        self.raw.table.info()(self.raw.this)
+        self.seen("info", || self.raw.table.info()(self.raw.this))
             .into_result()
             .map_err(fault)
     }
@@ -173,15 +183,19 @@ impl Drafter {
             facts: target.model().facts().as_abi(),
             rows: specs.into(),
         };
-        let raw = self.raw.table.open()(self.raw.this, &request)
-            .into_result()
-            .map_err(fault)?;
+        let raw = self.seen("open", || self.raw.table.open()(self.raw.this, &request));
+        let raw = raw.into_result().map_err(fault)?;
         Ok(Rows::new(raw, self.clone(), target.clone()))
+    }
+
+    /// Runs a call of one of its slots, or of those of its rows, for others to see while it lasts.
+    pub(super) fn seen<T>(&self, slot: &'static str, call: impl FnOnce() -> T) -> T {
+        seen(&self.origin, slot, call)
     }
 
     /// The plugin's name.
     pub fn plugin(&self) -> &str {
-        &self.plugin
+        &self.origin.name
     }
 
     /// SHA-256 of its plugin's library; empty for one that is linked into this program.
@@ -216,6 +230,7 @@ impl Drafter {
 }
 
 fn load_raw(
+    origin: &Arc<Origin>,
     module: PluginModuleRef,
     checkpoint: Option<&Path>,
     options: &[(String, String)],
@@ -238,7 +253,7 @@ fn load_raw(
         drafter: path.map(Into::into).into(),
         options: options.as_slice().into(),
     };
-    module.load()(backend::api(), &request)
+    seen(origin, "load", || module.load()(backend::api(), &request))
         .into_result()
         .map_err(fault)
 }

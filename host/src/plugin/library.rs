@@ -1,7 +1,9 @@
 //! Opening a library, for good.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io::Write;
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
@@ -23,7 +25,14 @@ pub struct Library {
 }
 
 /// What is mapped already, by content: the same bytes are never mapped twice.
-static LOADED: LazyLock<Mutex<HashMap<String, PluginModuleRef>>> = LazyLock::new(Mutex::default);
+static MAPPED: LazyLock<Mutex<HashMap<String, Image>>> = LazyLock::new(Mutex::default);
+
+/// A library for good.
+struct Image {
+    library: ManuallyDrop<libloading::Library>,
+    /// Its root module, once it has passed the layout gate.
+    module: Option<PluginModuleRef>,
+}
 
 impl Library {
     /// Passes a file through the version and the layout gate.
@@ -36,14 +45,20 @@ impl Library {
     /// A gate refuses, or the system's loader does.
     pub fn load(file: &PluginFile) -> Result<Arc<Self>, LoadError> {
         gate::check_version(file)?;
-        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-        let module = match loaded.get(file.digest()) {
-            Some(module) => *module,
-            None => {
-                let module = map(file)?;
-                loaded.insert(file.digest().to_owned(), module);
-                module
-            }
+        let mut mapped = MAPPED.lock().unwrap_or_else(PoisonError::into_inner);
+        let image = match mapped.entry(file.digest().to_owned()) {
+            Entry::Occupied(image) => image.into_mut(),
+            // Also one that is refused then: its constructors have run, and may have left threads or hooks.
+            Entry::Vacant(place) => place.insert(Image {
+                library: ManuallyDrop::new(map(file)?),
+                module: None,
+            }),
+        };
+        let module = match image.module {
+            Some(module) => module,
+            None => *image
+                .module
+                .insert(gate::check_layout(file, &image.library)?),
         };
         Ok(Arc::new(Self {
             path: file.path().to_owned(),
@@ -74,7 +89,7 @@ impl Library {
     }
 }
 
-fn map(file: &PluginFile) -> Result<PluginModuleRef, LoadError> {
+fn map(file: &PluginFile) -> Result<libloading::Library, LoadError> {
     let failed = |what: String| LoadError::failed(file.path(), what);
     let dir = private_dir().map_err(|e| {
         failed(format!("no private directory for its copy: {e}"))
@@ -84,16 +99,12 @@ fn map(file: &PluginFile) -> Result<PluginModuleRef, LoadError> {
         .path()
         .join(format!("{}{}", file.digest(), std::env::consts::DLL_SUFFIX));
     write_verified(&copy, file).map_err(|e| failed(format!("can't copy it: {e}")))?;
-    let library = open(&copy).map_err(|e| {
+    open(&copy).map_err(|e| {
         // The loader's own words say which library or symbol is missing.
         let why = std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string);
         failed(format!("the system can't load it: {}", one_line(&why)))
             .remedy("is it built for this system, and are its own libraries installed?")
-    })?;
-    let module = gate::check_layout(file, &library);
-    // Also when it is refused: its constructors have run, and may have left threads or hooks.
-    std::mem::forget(library);
-    module
+    })
 }
 
 /// A directory that only this user can enter (mode 0700), removed with the value.

@@ -3,6 +3,7 @@
 //! A library passes four gates before it drafts: its [`Manifest`] is read without running it, its
 //! version compared, its table layouts checked, and its drafter paired with the target.
 
+mod calls;
 mod discover;
 mod drafter;
 mod gate;
@@ -12,6 +13,8 @@ mod manifest;
 mod registry;
 mod rows;
 
+pub(crate) use calls::Calls;
+pub use calls::Hang;
 pub use discover::{Candidate, Place, Search, Searched, Verdict};
 pub(crate) use drafter::MAX_DEPTH;
 pub use drafter::{Drafter, DrafterSource};

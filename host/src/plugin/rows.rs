@@ -21,7 +21,8 @@ pub struct Rows {
 impl Drop for Rows {
     fn drop(&mut self) {
         if self.owned {
-            self.raw.table.drop()(self.raw.this);
+            let drop = self.raw.table.drop();
+            self.drafter.seen("drop", || drop(self.raw.this));
         }
     }
 }
@@ -64,22 +65,30 @@ impl Rows {
     /// A part of the prompt was processed.
     pub fn prefill(&mut self, progress: &Progress<'_>) -> Result<()> {
         let slot = self.raw.table.prefill();
-        with_advance(progress, |advance| slot(self.raw.this, advance))
-            .into_result()
-            .map_err(fault)
+        with_advance(progress, |advance| {
+            self.drafter
+                .seen("prefill", || slot(self.raw.this, advance))
+        })
+        .into_result()
+        .map_err(fault)
     }
 
     /// Exactly these tokens are kept.
     pub fn commit(&mut self, progress: &Progress<'_>) -> Result<()> {
         let slot = self.raw.table.commit();
-        with_advance(progress, |advance| slot(self.raw.this, advance))
-            .into_result()
-            .map_err(fault)
+        with_advance(progress, |advance| {
+            self.drafter.seen("commit", || slot(self.raw.this, advance))
+        })
+        .into_result()
+        .map_err(fault)
     }
 
     /// Asks for drafts and checks all but the ids.
     pub fn draft(&mut self, request: &DraftRequest<'_>) -> Result<Draft> {
-        let reply = self.raw.table.draft()(self.raw.this, request)
+        let slot = self.raw.table.draft();
+        let reply = self
+            .drafter
+            .seen("draft", || slot(self.raw.this, request))
             .into_result()
             .map_err(fault)?;
         // SAFETY: the ABI hands the ids over, null or a live handle.
@@ -128,7 +137,9 @@ impl Rows {
         let expected = self.count() + other.count();
         // The plugin owns them from here on, whatever comes of it.
         other.owned = false;
-        self.raw.table.append()(self.raw.this, other.raw)
+        let slot = self.raw.table.append();
+        self.drafter
+            .seen("append", || slot(self.raw.this, other.raw))
             .into_result()
             .map_err(fault)?;
         match self.count() {
@@ -142,7 +153,8 @@ impl Rows {
 
     /// What one row needs to go on from here in another group; none: no more than its tokens.
     pub fn capture(&mut self, row: u32) -> Result<Option<RowState>> {
-        let state = self.raw.table.capture()(self.raw.this, row);
+        let slot = self.raw.table.capture();
+        let state = self.drafter.seen("capture", || slot(self.raw.this, row));
         let state = state.into_result().map_err(fault)?.into_option();
         if state
             .iter()
@@ -158,19 +170,24 @@ impl Rows {
     /// Puts a new group of one row where a captured row was. On an error it is of no use.
     pub fn restore(&mut self, state: &RowState) -> Result<()> {
         let raw = state.as_abi();
-        self.raw.table.restore()(self.raw.this, &raw)
+        let slot = self.raw.table.restore();
+        self.drafter
+            .seen("restore", || slot(self.raw.this, &raw))
             .into_result()
             .map_err(fault)
     }
 
     /// How many rows it has.
     pub fn count(&self) -> usize {
-        self.raw.table.row_count()(self.raw.this) as usize
+        let slot = self.raw.table.row_count();
+        self.drafter.seen("row_count", || slot(self.raw.this)) as usize
     }
 
     /// Keeps the given rows, strictly ascending.
     pub fn filter(&mut self, keep: &[u32]) -> Result<()> {
-        self.raw.table.filter_rows()(self.raw.this, keep.into())
+        let slot = self.raw.table.filter_rows();
+        self.drafter
+            .seen("filter_rows", || slot(self.raw.this, keep.into()))
             .into_result()
             .map_err(fault)?;
         let count = self.count();

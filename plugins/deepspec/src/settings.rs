@@ -57,6 +57,8 @@ pub struct Settings {
     /// Whether it has an embedding and a head of its own; else they are the target's.
     pub own_embedding: bool,
     pub own_head: bool,
+    /// Whether it is packaged as DeepSpec does, where no part of these is left out.
+    is_whole: bool,
 }
 
 impl Settings {
@@ -137,6 +139,7 @@ impl Settings {
             thresholds: Thresholds::take(options, checkpoint.path(), confidence, Vec::new())?,
             own_embedding: has("embed_tokens."),
             own_head: has("lm_head."),
+            is_whole: own.is_none() && inner.is_none(),
         })
     }
 
@@ -163,26 +166,26 @@ impl Settings {
         if self.rank > 0 {
             needed.extend(["w1", "w2"].map(|w| format!("markov_head.markov_{w}.weight")));
         }
+        let mut with_bias = Vec::new();
         match self.markov {
             _ if self.rank == 0 => {}
             MarkovForm::Vanilla => {}
-            MarkovForm::Gated => needed.push("markov_head.gate_proj.weight".into()),
-            MarkovForm::Rnn => needed.push("markov_head.joint_proj.weight".into()),
+            MarkovForm::Gated => with_bias.push("markov_head.gate_proj"),
+            MarkovForm::Rnn => with_bias.push("markov_head.joint_proj"),
         }
         if self.confidence {
-            needed.push("confidence_head.proj.weight".into());
+            with_bias.push("confidence_head.proj");
+        }
+        needed.extend(with_bias.iter().map(|name| format!("{name}.weight")));
+        if self.is_whole {
+            needed.extend(with_bias.iter().map(|name| format!("{name}.bias")));
+            needed.extend(["embed_tokens.weight", "lm_head.weight"].map(String::from));
         }
         if self.draft_vocab.is_some() {
             needed.extend(["lm_head.weight".into(), "d2t".into()]);
         }
         checkpoint.require_tensors(needed)?;
-        let count = self.layers.len();
-        if checkpoint.bytes(&format!("layers.{count}.")) > 0 {
-            let config = checkpoint.config()?;
-            let problem = format!("is {count}, and there are tensors of a layer {count}");
-            return Err(config.error("num_hidden_layers", problem));
-        }
-        Ok(())
+        checkpoint.require_layers("layers.", self.layers.len())
     }
 
     /// The pairing gate.

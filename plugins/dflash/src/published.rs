@@ -123,7 +123,8 @@ impl Settings {
             leaves.map(move |leaf| format!("layers.{i}.{leaf}"))
         });
         let needed = own.map(String::from).into_iter().chain(layers);
-        checkpoint.require_tensors(needed.map(|leaf| format!("{}{leaf}", self.prefix)))
+        checkpoint.require_tensors(needed.map(|leaf| format!("{}{leaf}", self.prefix)))?;
+        checkpoint.require_layers(&format!("{}layers.", self.prefix), self.layers.len())
     }
 
     /// The pairing gate.

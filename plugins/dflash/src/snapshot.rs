@@ -176,7 +176,8 @@ impl Settings {
 
     /// Refuses a checkpoint that lacks tensors, naming them.
     pub fn require_tensors(&self, checkpoint: &Checkpoint) -> Result<()> {
-        checkpoint.require_tensors(self.tensors().into_iter().map(|(from, ..)| from))
+        checkpoint.require_tensors(self.tensors().into_iter().map(|(from, ..)| from))?;
+        checkpoint.require_layers("bb.", self.layers as usize)
     }
 
     /// The pairing gate.

@@ -158,6 +158,7 @@ impl Settings {
         for layer in 0..self.layers.len() {
             needed.extend(GEMMA_LAYER.map(|leaf| format!("model.layers.{layer}.{leaf}")));
         }
-        checkpoint.require_tensors(needed)
+        checkpoint.require_tensors(needed)?;
+        checkpoint.require_layers("model.layers.", self.layers.len())
     }
 }

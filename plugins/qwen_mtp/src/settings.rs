@@ -132,6 +132,7 @@ impl Settings {
         let layer = ATTENTION_LAYER.iter().chain(self.mlp.tensors());
         let layer = layer.map(|leaf| format!("layers.0.{leaf}"));
         let needed = own.map(String::from).into_iter().chain(layer);
-        checkpoint.require_tensors(needed.map(|leaf| format!("{prefix}{leaf}")))
+        checkpoint.require_tensors(needed.map(|leaf| format!("{prefix}{leaf}")))?;
+        checkpoint.require_layers(&format!("{prefix}layers."), 1)
     }
 }

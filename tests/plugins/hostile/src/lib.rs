@@ -4,9 +4,13 @@
 //! pending token once more: right by chance alone. Each time it errs, a line goes into the file
 //! `diary`, if there is to be one.
 
+use std::cell::RefCell;
 use std::io::Write;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::path::PathBuf;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use plugin_api::abi::LogLevel;
@@ -53,10 +57,117 @@ fn talk(rows: usize) {
 }
 
 /// Where it notes what it does.
-static DIARY: OnceLock<std::fs::File> = OnceLock::new();
+static DIARY: OnceLock<Diary> = OnceLock::new();
+
+struct Diary {
+    file: std::fs::File,
+    path: PathBuf,
+}
+
+fn note(line: &str) {
+    if let Some(mut diary) = DIARY.get().map(|diary| &diary.file) {
+        writeln!(diary, "{line}").expect("the diary can be written");
+    }
+}
+
+/// Known by the same name in every build, and different in each that a test makes.
+#[unsafe(no_mangle)]
+#[used]
+static HOSTILE_MARK: [u8; 12] = *b"MARK-0000000";
+
+/// The mark as the system's loader has bound its name.
+fn mark() -> String {
+    // SAFETY: this library defines it, so the loader has found one; it is never written to.
+    unsafe extern "C" {
+        #[link_name = "HOSTILE_MARK"]
+        safe static BOUND: [u8; 12];
+    }
+    String::from_utf8_lossy(&BOUND).into_owned()
+}
+
+/// Notes the end of the thread that has it.
+struct Farewell(&'static str);
+
+impl Drop for Farewell {
+    fn drop(&mut self) {
+        note(self.0);
+    }
+}
+
+thread_local! {
+    static FAREWELL: RefCell<Option<Farewell>> = const { RefCell::new(None) };
+}
+
+fn say_farewell(whose: &'static str) {
+    FAREWELL.with_borrow_mut(|farewell| *farewell = Some(Farewell(whose)));
+}
+
+/// Leaves a destructor in the host's thread, and a thread of its own, until there is a file beside the diary.
+fn linger() {
+    static LINGERS: AtomicBool = AtomicBool::new(false);
+    if LINGERS.swap(true, Ordering::Relaxed) {
+        return;
+    }
+    say_farewell("the host's thread ends");
+    let diary = DIARY.get().expect("a diary");
+    let end = diary.path.with_extension("end");
+    std::thread::spawn(move || {
+        say_farewell("a thread of the plugin ends");
+        while !end.exists() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    });
+}
+
+/// Waits for a future on this thread, as asynchronous runtimes do.
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    struct Unpark(std::thread::Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(value) => return value,
+            Poll::Pending => std::thread::park(),
+        }
+    }
+}
+
+/// Waits for work that other threads do, and that wakes this one.
+fn wait_for_others() {
+    let done = Arc::new(AtomicI32::new(0));
+    let mut threads = Vec::new();
+    let work = std::future::poll_fn(|context| {
+        if threads.is_empty() {
+            threads.extend((0..3).map(|n| {
+                let (done, waker) = (done.clone(), context.waker().clone());
+                std::thread::spawn(move || {
+                    std::thread::sleep(Duration::from_millis(n));
+                    done.fetch_add(1, Ordering::SeqCst);
+                    waker.wake();
+                })
+            }));
+        }
+        match done.load(Ordering::SeqCst) {
+            3 => Poll::Ready(()),
+            _ => Poll::Pending,
+        }
+    });
+    block_on(work);
+    for thread in threads {
+        thread.join().expect("a thread that works");
+    }
+}
 
 /// Calls of all drafters together, for those that are never twice the same.
 static CALLS: AtomicI32 = AtomicI32::new(0);
+
+/// Longer than somebody waits who is in a hurry.
+const NAP: Duration = Duration::from_secs(2);
 
 /// For ever, as far as anybody waits.
 const LONG: Duration = Duration::from_secs(3600);
@@ -65,13 +176,29 @@ const LONG: Duration = Duration::from_secs(3600);
 fn misstep(behave: &str, place: &str) -> Result<()> {
     let how = behave.strip_suffix(place);
     let how = how.and_then(|how| how.strip_suffix('-'));
-    if let (Some(_), Some(mut diary)) = (how, DIARY.get()) {
-        writeln!(diary, "{behave}").expect("the diary can be written");
+    if how.is_some() {
+        note(behave);
     }
     match how {
         Some("panic") => panic!("hostile {place}"),
         Some("bomb") => std::panic::panic_any(Bomb),
         Some("number") => std::panic::panic_any(7),
+        Some("hang") => loop {
+            std::thread::sleep(LONG);
+        },
+        // Only the first time in this process.
+        Some("nap") if CALLS.fetch_add(1, Ordering::Relaxed) == 0 => {
+            std::thread::sleep(NAP);
+            Ok(())
+        }
+        // Busy with the host's ops.
+        Some("spin") => {
+            let mut sum = Tensor::full(&[64, 64], 0.0, DType::F32)?;
+            loop {
+                sum = sum.matmul(&sum)?;
+                sum.eval()?;
+            }
+        }
         Some("error") => Err(Error::failed(format!("hostile {place}"))),
         Some("loud") => Err(Error::invalid(LOUD.repeat(1000))),
         _ => Ok(()),
@@ -85,7 +212,10 @@ impl Drafter for Hostile {
         let behave: Option<String> = options.take("behave")?;
         let behave = behave.ok_or_else(|| Error::invalid("hostile needs the option behave"))?;
         if let Some(path) = options.take::<String>("diary")? {
-            DIARY.get_or_init(|| std::fs::File::create(path).expect("the diary"));
+            DIARY.get_or_init(|| Diary {
+                file: std::fs::File::create(&path).expect("the diary"),
+                path: path.into(),
+            });
         }
         misstep(&behave, "load")?;
         match behave.as_str() {
@@ -108,6 +238,7 @@ impl Drafter for Hostile {
                 false if claims("fickle") => {
                     format!("hostile-{}", CALLS.fetch_add(1, Ordering::Relaxed))
                 }
+                false if claims("mark") => mark(),
                 false => "hostile".into(),
             },
             weight_bytes: u64::MAX,
@@ -141,6 +272,7 @@ impl Drafter for Hostile {
             "loud-crate" => log::warn!("{LOUD}"),
             "panic-display" => log::error!("{Unspeakable}"),
             "talk" => talk(rows.len()),
+            "linger" => linger(),
             _ => {}
         }
         Ok(HostileRows {
@@ -156,9 +288,7 @@ impl Drafter for Hostile {
 
 impl Drop for Hostile {
     fn drop(&mut self) {
-        if self.behave == "panic-drop" {
-            panic!("hostile drop");
-        }
+        let _ = misstep(&self.behave, "drop");
     }
 }
 
@@ -247,8 +377,8 @@ impl DraftRows for HostileRows {
                 ids: None,
                 lens: vec![1; self.rows],
             }),
-            "hang" => {
-                std::thread::sleep(LONG);
+            "wait" => {
+                wait_for_others();
                 self.repeat(request)
             }
             "abort" => std::process::abort(),
