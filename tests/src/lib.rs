@@ -4,6 +4,7 @@ pub mod decoding;
 pub mod derived;
 pub mod forced;
 pub mod gguf;
+pub mod layouts;
 pub mod tensors;
 pub mod together;
 

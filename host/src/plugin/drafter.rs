@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use abi_stable::std_types::Tuple2;
 use plugin_api::abi::{
-    DonorKind, FaultCode, LoadRequest, OpenRequest, PluginModuleRef, ProviderInfo, RawProvider,
+    DonorKind, DrafterInfo, FaultCode, LoadRequest, OpenRequest, PluginModuleRef, RawDrafter,
     RowSpec, Tap,
 };
 use plugin_api::{Error, Result, TargetFacts};
@@ -36,7 +36,7 @@ pub struct DrafterSource {
 
 /// A drafter that a plugin has made. Lives on the engine thread; its rows keep it alive.
 pub struct Drafter {
-    raw: RawProvider,
+    raw: RawDrafter,
     plugin: String,
     name: String,
     taps: Vec<Tap>,
@@ -92,7 +92,7 @@ impl Drafter {
         Ok(Rc::new(drafter))
     }
 
-    fn admit(raw: RawProvider, plugin: String, library: Option<Arc<Library>>) -> Result<Self> {
+    fn admit(raw: RawDrafter, plugin: String, library: Option<Arc<Library>>) -> Result<Self> {
         let mut drafter = Self {
             raw,
             name: plugin.clone(),
@@ -157,7 +157,7 @@ impl Drafter {
     ///
     /// # Errors
     /// The plugin's.
-    pub fn info(&self) -> Result<ProviderInfo> {
+    pub fn info(&self) -> Result<DrafterInfo> {
         self.raw.table.info()(self.raw.this)
             .into_result()
             .map_err(fault)
@@ -219,7 +219,7 @@ fn load_raw(
     module: PluginModuleRef,
     checkpoint: Option<&Path>,
     options: &[(String, String)],
-) -> Result<RawProvider> {
+) -> Result<RawDrafter> {
     let path = match checkpoint.map(|path| (path, path.to_str())) {
         None => None,
         Some((_, Some(text))) => Some(text),
@@ -235,7 +235,7 @@ fn load_raw(
         .map(|(key, value)| Tuple2(key.as_str().into(), value.as_str().into()))
         .collect();
     let request = LoadRequest {
-        drafter: path.map(Into::into).into(),
+        checkpoint: path.map(Into::into).into(),
         options: options.as_slice().into(),
     };
     module.load()(backend::api(), &request)

@@ -22,9 +22,9 @@ pub use host::{
 };
 pub use manifest::{Embedded, MAX_MANIFEST_BYTES, SECTION, section_bytes, total_len};
 pub use plugin::{
-    Advance, Donor, DonorFacts, DraftReply, DraftRequest, DraftRows, DraftRowsRef, LoadRequest,
-    NamedTensor, OpenRequest, PluginModule, PluginModuleRef, Provider, ProviderInfo, ProviderRef,
-    RawProvider, RawRows, RawTarget, RowSpec, RowState, Tap, TargetFacts, TargetView,
+    Advance, Donor, DonorFacts, DraftReply, DraftRequest, DraftRows, DraftRowsRef, Drafter,
+    DrafterInfo, DrafterRef, LoadRequest, NamedTensor, OpenRequest, PluginModule, PluginModuleRef,
+    RawDrafter, RawRows, RawTarget, RowSpec, RowState, Sampling, Tap, TargetFacts, TargetView,
     TargetViewRef,
 };
 pub use types::{
