@@ -60,7 +60,7 @@ pub fn id_list(ids: &[i32]) -> String {
 }
 
 /// Where cargo puts what it builds in this profile.
-pub(crate) fn target_dir() -> PathBuf {
+pub fn target_dir() -> PathBuf {
     let exe = std::env::current_exe().expect("the test's own path");
     let deps = exe.parent().expect("deps");
     deps.parent().expect("the profile's directory").to_owned()
