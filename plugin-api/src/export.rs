@@ -430,3 +430,74 @@ macro_rules! export_plugin {
         };
     };
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::drafter::{DraftSource, SourceRows};
+
+    struct Bomb;
+
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            panic!("dropped");
+        }
+    }
+
+    impl DraftSource for Bomb {
+        fn prefill(&mut self, _: &[i32]) -> Result<()> {
+            Ok(())
+        }
+
+        fn draft(&mut self, _: usize) -> Result<Vec<i32>> {
+            Ok(Vec::new())
+        }
+
+        fn commit(&mut self, _: &[i32], _: usize) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    type Rows = SourceRows<Bomb>;
+
+    fn rows(poisoned: bool) -> RawRows {
+        let value: Rows = SourceRows::new([Bomb]);
+        let instance = Box::new(Instance { value, poisoned });
+        RawRows {
+            this: Box::into_raw(instance).cast(),
+            table: abi::DraftRowsRef(Tables::<NoDrafter>::ROWS.as_prefix()),
+        }
+    }
+
+    struct NoDrafter;
+
+    impl Drafter for NoDrafter {
+        type Rows = Rows;
+
+        fn load(_: Option<Checkpoint>, _: &mut Options) -> Result<Self> {
+            Ok(Self)
+        }
+
+        fn info(&self) -> crate::DrafterInfo {
+            unreachable!("not asked for")
+        }
+
+        fn pair(&self, _: &TargetFacts) -> Result<()> {
+            Ok(())
+        }
+
+        fn open(&mut self, _: Target, _: &TargetFacts, _: &[abi::RowSpec]) -> Result<Rows> {
+            Ok(SourceRows::new([]))
+        }
+    }
+
+    #[test]
+    fn rows_that_panic_when_dropped_end_nothing_wherever_they_are_given_up() {
+        for (here, other) in [(true, false), (false, true), (true, true)] {
+            let (here, other) = (rows(here), rows(other));
+            let outcome = here.table.append()(here.this, other);
+            assert!(outcome.is_err(), "rows that have panicked were appended");
+            here.table.drop()(here.this);
+        }
+    }
+}

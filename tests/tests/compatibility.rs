@@ -106,22 +106,18 @@ struct Built {
 fn built() -> &'static Built {
     static BUILT: OnceLock<Built> = OnceLock::new();
     BUILT.get_or_init(|| {
-        let later = Workspace::new("later", &["plugin-api", "plugin", "host"]);
-        later.api("1.1.0", LATER);
-        later.plugin("[features]\ndefault = [\"later\"]\nlater = []\n");
-        later.host();
-        later.build();
-        let altered = Workspace::new("altered_types", &["plugin-api", "plugin"]);
-        altered.api(API_VERSION, ALTERED);
-        altered.plugin("[features]\nlater = []\n");
-        altered.build();
-        let next_major = Workspace::new("next_major", &["plugin"]);
-        next_major.crate_of("plugin", LIBRARY, "lib.rs", &source("next_major.rs"));
-        next_major.build();
+        let workspace = Workspace::new();
+        workspace.api("later_api", "1.1.0", LATER);
+        workspace.api("altered_api", API_VERSION, ALTERED);
+        workspace.plugin("later_plugin", "later_api", "default = [\"later\"]");
+        workspace.plugin("altered_plugin", "altered_api", "");
+        workspace.member("next_major", LIBRARY, "lib.rs", &source("next_major.rs"));
+        workspace.host("later_host", "later_api");
+        workspace.build();
         Built {
-            later: later.library(),
-            altered: altered.library(),
-            next_major: next_major.library(),
+            later: library("later_plugin"),
+            altered: library("altered_plugin"),
+            next_major: library("next_major"),
             host: target_dir().join("later_host"),
         }
     })
@@ -135,36 +131,35 @@ fn source(name: &str) -> String {
     std::fs::read_to_string(path).expect("a source")
 }
 
-/// A workspace apart from the repository's own. What both depend on is built once.
-struct Workspace {
-    name: &'static str,
-    dir: PathBuf,
-}
+/// A workspace apart from the repository's own.
+struct Workspace(PathBuf);
 
 impl Workspace {
-    fn new(name: &'static str, members: &[&str]) -> Self {
-        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-        let made = Self { name, dir };
-        // The profile of the repository, by which dependencies are the same.
+    fn new() -> Self {
+        let made = Self(Path::new(env!("CARGO_TARGET_TMPDIR")).join("versions"));
+        let members = ["later_plugin", "altered_plugin", "next_major", "later_host"];
+        // Two crates of one name can't both be members.
+        let others = ["later_api", "altered_api"];
+        // By the repository's profile, so that what is the same is built once.
         let manifest = std::fs::read_to_string(root().join("Cargo.toml")).expect("Cargo.toml");
         let profile = manifest.find("[profile.dev]").expect("the profile");
         let profile = manifest[profile..]
             .split("[profile.dev.package.mlxhost]")
             .next();
         let profile = profile.unwrap_or_default();
-        let workspace =
-            format!("[workspace]\nresolver = \"3\"\nmembers = {members:?}\n\n{profile}");
-        made.write("Cargo.toml", &workspace);
+        let manifest = format!(
+            "[workspace]\nresolver = \"3\"\nmembers = {members:?}\nexclude = {others:?}\n\n{profile}"
+        );
+        made.write("Cargo.toml", &manifest);
+        // Without a network cargo knows no versions but those of a lock file.
         let lock = std::fs::read_to_string(root().join("Cargo.lock")).expect("Cargo.lock");
-        if !made.dir.join("Cargo.lock").exists() {
-            made.write("Cargo.lock", &lock);
-        }
+        made.write("Cargo.lock", &lock);
         made
     }
 
     /// Writes a file, but not one that is as it should be: cargo goes by its time.
     fn write(&self, file: &str, content: &str) {
-        let path = self.dir.join(file);
+        let path = self.0.join(file);
         if std::fs::read_to_string(&path).is_ok_and(|old| old == content) {
             return;
         }
@@ -172,25 +167,21 @@ impl Workspace {
         std::fs::write(path, content).expect("a file");
     }
 
-    fn crate_of(&self, kind: &str, manifest: &str, file: &str, source: &str) {
-        let name = match kind {
-            "plugin" => self.name.to_owned(),
-            kind => format!("{}_{kind}", self.name),
-        };
+    fn member(&self, name: &str, manifest: &str, file: &str, source: &str) {
         let head =
             format!("[package]\nname = {name:?}\nversion = \"0.1.0\"\nedition = \"2024\"\n\n");
-        self.write(&format!("{kind}/Cargo.toml"), &(head + manifest));
-        self.write(&format!("{kind}/src/{file}"), source);
+        self.write(&format!("{name}/Cargo.toml"), &(head + manifest));
+        self.write(&format!("{name}/src/{file}"), source);
     }
 
     /// The API crate of that version, with something put after places of its source.
-    fn api(&self, version: &str, patches: &[Patch]) {
+    fn api(&self, name: &str, version: &str, patches: &[Patch]) {
         let dependencies = dependencies(&["abi_stable", "serde_json"]);
         let manifest = format!(
             "[package]\nname = \"mlxhost-plugin-api\"\nversion = {version:?}\nedition = \"2024\"\n\n\
              [lib]\nname = \"plugin_api\"\n\n{dependencies}"
         );
-        self.write("plugin-api/Cargo.toml", &manifest);
+        self.write(&format!("{name}/Cargo.toml"), &manifest);
         let from = root().join("plugin-api/src");
         let mut used = 0;
         for file in sources(&from, "") {
@@ -201,18 +192,20 @@ impl Workspace {
                 source = format!("{}{place}\n{more}\n{}", parts[0], parts[1]);
                 used += 1;
             }
-            self.write(&format!("plugin-api/src/{file}"), &source);
+            self.write(&format!("{name}/src/{file}"), &source);
         }
         assert_eq!(used, patches.len(), "a patch is of no file");
     }
 
-    fn plugin(&self, features: &str) {
-        let api = "[dependencies.mlxhost-plugin-api]\npath = \"../plugin-api\"\n\n";
-        let manifest = format!("{LIBRARY}\n{api}{features}");
-        self.crate_of("plugin", &manifest, "lib.rs", &source("plugin.rs"));
+    fn plugin(&self, name: &str, api: &str, features: &str) {
+        let manifest = format!(
+            "{LIBRARY}\n[dependencies]\n{}\n[features]\nlater = []\n{features}\n",
+            dependency(api)
+        );
+        self.member(name, &manifest, "lib.rs", &source("plugin.rs"));
     }
 
-    fn host(&self) {
+    fn host(&self, name: &str, api: &str) {
         let dependencies = dependencies(&[
             "abi_stable",
             "libloading",
@@ -224,37 +217,35 @@ impl Workspace {
             "thiserror",
             "tracing",
         ]);
-        let manifest =
-            format!("{dependencies}mlxhost-plugin-api = {{ path = \"../plugin-api\" }}\n");
+        let manifest = dependencies + &dependency(api);
         let host = root()
             .join("host/src")
             .canonicalize()
             .expect("the host's source");
         let source = source("host.rs").replace("@HOST@", text(&host));
-        self.crate_of("host", &manifest, "main.rs", &source);
+        self.member(name, &manifest, "main.rs", &source);
     }
 
     fn build(&self) {
         let mut cargo = Command::new(env!("CARGO"));
         cargo
             .args(["build", "--offline", "--quiet"])
-            .current_dir(&self.dir);
+            .current_dir(&self.0);
         let target = target_dir();
         cargo.env("CARGO_TARGET_DIR", target.parent().expect("target"));
         let output = cargo.output().expect("cargo runs");
-        assert!(
-            output.status.success(),
-            "{}: {}",
-            self.name,
-            stderr(&output)
-        );
+        assert!(output.status.success(), "{}", stderr(&output));
     }
+}
 
-    fn library(&self) -> PathBuf {
-        let (prefix, suffix) = (std::env::consts::DLL_PREFIX, std::env::consts::DLL_SUFFIX);
-        let path = target_dir().join(format!("{prefix}{}{suffix}", self.name));
-        path.canonicalize().expect("the plugin was built")
-    }
+fn library(name: &str) -> PathBuf {
+    let (prefix, suffix) = (std::env::consts::DLL_PREFIX, std::env::consts::DLL_SUFFIX);
+    let path = target_dir().join(format!("{prefix}{name}{suffix}"));
+    path.canonicalize().expect("the plugin was built")
+}
+
+fn dependency(api: &str) -> String {
+    format!("mlxhost-plugin-api = {{ path = \"../{api}\" }}\n")
 }
 
 /// As the repository's own manifest has them.
