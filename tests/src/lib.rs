@@ -66,6 +66,14 @@ pub fn target_dir() -> PathBuf {
     deps.parent().expect("the profile's directory").to_owned()
 }
 
+/// The profile that this test or benchmark was built in.
+pub fn profile() -> String {
+    match target_dir().file_name().and_then(|name| name.to_str()) {
+        Some("debug") | None => "dev".to_owned(),
+        Some(name) => name.to_owned(),
+    }
+}
+
 /// Builds the program and all plugins once, unless `make` has done so.
 fn build() {
     static BUILT: Once = Once::new();
@@ -85,13 +93,8 @@ fn build() {
             "altered",
         ];
         let mut cargo = Command::new(env!("CARGO"));
-        // In the profile that this test or benchmark was built in.
-        let profile = match target_dir().file_name().and_then(|name| name.to_str()) {
-            Some("debug") | None => "dev".to_owned(),
-            Some(name) => name.to_owned(),
-        };
         cargo
-            .args(["build", "--profile", &profile])
+            .args(["build", "--profile", &profile()])
             .current_dir(root());
         for package in packages {
             cargo.args(["-p", package]);

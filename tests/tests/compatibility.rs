@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 use mlxhost_tests::cases::{assert_refused, stderr, text as printed};
-use mlxhost_tests::{checkpoint, generate, plugin, root, run, target_dir, text};
+use mlxhost_tests::{checkpoint, generate, plugin, profile, root, run, target_dir, text};
 use plugin_api::abi::API_VERSION;
 
 /// A place in a file of `plugin-api/src`, which must be there once, and what comes after it.
@@ -229,7 +229,7 @@ impl Workspace {
     fn build(&self) {
         let mut cargo = Command::new(env!("CARGO"));
         cargo
-            .args(["build", "--offline", "--quiet"])
+            .args(["build", "--offline", "--quiet", "--profile", &profile()])
             .current_dir(&self.0);
         let target = target_dir();
         cargo.env("CARGO_TARGET_DIR", target.parent().expect("target"));

@@ -10,8 +10,8 @@ use abi_stable::prefix_type::WithMetadata;
 use abi_stable::sabi_types::StaticRef;
 use abi_stable::std_types::{ROption, RSlice, RStr, RString};
 use plugin_api::abi::{
-    Advance, DType, DraftRequest, HostApi, HostApiRef, LoadRequest, LogLevel, OpenRequest, RawTarget,
-    RawTensor, RowSpec, TargetFacts, TargetView, TargetViewRef, TensorInfo, Wish,
+    Advance, DType, DraftRequest, HostApi, HostApiRef, LoadRequest, LogLevel, OpenRequest,
+    RawTarget, RawTensor, RowSpec, TargetFacts, TargetView, TargetViewRef, TensorInfo, Wish,
 };
 
 #[allow(dead_code)]
@@ -169,7 +169,11 @@ fn drive(path: &Path, api: HostApiRef) -> Result<(), error::LoadError> {
             taps: RSlice::EMPTY,
             accepted: accepted.as_slice().into(),
         };
-        let slot = if prefill { rows.table.prefill() } else { rows.table.commit() };
+        let slot = if prefill {
+            rows.table.prefill()
+        } else {
+            rows.table.commit()
+        };
         slot(rows.this, &advance).unwrap();
     };
     advance(&[1, 2, 3, 1, 2], 3, 0, true);
@@ -189,8 +193,14 @@ fn drive(path: &Path, api: HostApiRef) -> Result<(), error::LoadError> {
         depths: (&[3, 4][..]).into(),
         more: ROption::RSome("more".into()),
     };
-    let wish = drafter.table.wish().map(|slot| slot(drafter.this, &wish).unwrap());
-    let tree = rows.table.draft_tree().map(|slot| slot(rows.this, &request).unwrap());
+    let wish = drafter
+        .table
+        .wish()
+        .map(|slot| slot(drafter.this, &wish).unwrap());
+    let tree = rows
+        .table
+        .draft_tree()
+        .map(|slot| slot(rows.this, &request).unwrap());
     println!(
         "{} of {api_of_plugin}: drafted {drafted:?}, greeting {greeting:?}, wish {wish:?}, tree {tree:?}",
         info.name
