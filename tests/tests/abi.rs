@@ -87,7 +87,8 @@ fn the_abi_is_the_one_that_was_written_down() {
         describe()
     );
     let mut records = records();
-    let released = is_released(API_VERSION) && records.contains_key(&this);
+    let first = format!("{}.{}.0", this.0, this.1);
+    let released = is_released(&first) && records.contains_key(&this);
     if std::env::var_os(RECORD).is_some() && !released {
         records.insert(this, now.clone());
         std::fs::write(records_dir().join(file(this)), &now).expect("the record can be written");
