@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use abi_stable::prefix_type::WithMetadata;
 use abi_stable::std_types::{RErr, ROk, ROption, RSlice};
 
-use crate::abi::{self, Fault, FaultCode, RawProvider, RawRows, Reply};
+use crate::abi::{self, Fault, FaultCode, RawDrafter, RawRows, Reply};
 use crate::checkpoint::Checkpoint;
 use crate::drafter::{Advance, Donor, DraftRequest, DraftRows, Drafter, RowAdvance};
 use crate::error::{Error, Result};
@@ -48,6 +48,8 @@ fn with<T, R>(this: *mut c_void, body: impl FnOnce(&mut T) -> Result<R>) -> Repl
     // live until the `drop` slot, and the ABI allows one call at a time.
     let instance = unsafe { &mut *this.cast::<Instance<T>>() };
     if instance.poisoned {
+        // With what it was given: the destructor of that is the plugin's code, too.
+        let _ = guard::catch(|| drop(body));
         return RErr(Fault {
             code: FaultCode::POISONED,
             message: "it panicked earlier".into(),
@@ -74,8 +76,8 @@ impl<D: Drafter> Tables<D> {
     abi_stable::staticref!(const MODULE: WithMetadata<abi::PluginModule> =
         WithMetadata::new(abi::PluginModule { load: load::<D> }));
 
-    abi_stable::staticref!(const PROVIDER: WithMetadata<abi::Provider> =
-    WithMetadata::new(abi::Provider {
+    abi_stable::staticref!(const DRAFTER: WithMetadata<abi::Drafter> =
+    WithMetadata::new(abi::Drafter {
         drop: drop_instance::<D>,
         info: info::<D>,
         pair: pair::<D>,
@@ -112,10 +114,10 @@ impl<D: Drafter> Tables<D> {
 extern "C" fn load<D: Drafter>(
     host: abi::HostApiRef,
     request: &abi::LoadRequest<'_>,
-) -> Reply<RawProvider> {
+) -> Reply<RawDrafter> {
     reply(guard::catch(|| {
         crate::host::install(host);
-        let checkpoint = match request.drafter.into_option() {
+        let checkpoint = match request.checkpoint.into_option() {
             Some(path) => Some(Checkpoint::open(path.into())?),
             None => None,
         };
@@ -123,17 +125,17 @@ extern "C" fn load<D: Drafter>(
         let mut options = Options::new(pairs.map(|p| (String::from(p.0), String::from(p.1))));
         let drafter = D::load(checkpoint, &mut options)?;
         options.finish()?;
-        Ok(RawProvider {
+        Ok(RawDrafter {
             this: boxed(drafter),
-            table: abi::ProviderRef(Tables::<D>::PROVIDER.as_prefix()),
+            table: abi::DrafterRef(Tables::<D>::DRAFTER.as_prefix()),
         })
     }))
 }
 
-extern "C" fn info<D: Drafter>(this: *mut c_void) -> Reply<abi::ProviderInfo> {
+extern "C" fn info<D: Drafter>(this: *mut c_void) -> Reply<abi::DrafterInfo> {
     with(this, |drafter: &mut D| {
         let info = drafter.info();
-        Ok(abi::ProviderInfo {
+        Ok(abi::DrafterInfo {
             name: info.name.into(),
             weight_bytes: info.weight_bytes,
             taps: info.taps.into(),
@@ -264,10 +266,10 @@ extern "C" fn append<R: DraftRows>(this: *mut c_void, other: RawRows) -> Reply<(
     // SAFETY: the ABI says that `other` is of the same drafter, hence a boxed Instance<R>, and that
     // this call consumes it.
     let other = unsafe { Box::from_raw(other.this.cast::<Instance<R>>()) };
-    if other.poisoned {
-        return RErr(Error::failed("the rows to append have panicked").into());
-    }
-    with(this, |rows: &mut R| rows.append(other.value))
+    with(this, move |rows: &mut R| match other.poisoned {
+        true => Err(Error::failed("the rows to append have panicked")),
+        false => rows.append(other.value),
+    })
 }
 
 extern "C" fn row_count<R: DraftRows>(this: *mut c_void) -> u32 {
@@ -427,4 +429,75 @@ macro_rules! export_plugin {
                 };
         };
     };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::drafter::{DraftSource, SourceRows};
+
+    struct Bomb;
+
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            panic!("dropped");
+        }
+    }
+
+    impl DraftSource for Bomb {
+        fn prefill(&mut self, _: &[i32]) -> Result<()> {
+            Ok(())
+        }
+
+        fn draft(&mut self, _: usize) -> Result<Vec<i32>> {
+            Ok(Vec::new())
+        }
+
+        fn commit(&mut self, _: &[i32], _: usize) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    type Rows = SourceRows<Bomb>;
+
+    fn rows(poisoned: bool) -> RawRows {
+        let value: Rows = SourceRows::new([Bomb]);
+        let instance = Box::new(Instance { value, poisoned });
+        RawRows {
+            this: Box::into_raw(instance).cast(),
+            table: abi::DraftRowsRef(Tables::<NoDrafter>::ROWS.as_prefix()),
+        }
+    }
+
+    struct NoDrafter;
+
+    impl Drafter for NoDrafter {
+        type Rows = Rows;
+
+        fn load(_: Option<Checkpoint>, _: &mut Options) -> Result<Self> {
+            Ok(Self)
+        }
+
+        fn info(&self) -> crate::DrafterInfo {
+            unreachable!("not asked for")
+        }
+
+        fn pair(&self, _: &TargetFacts) -> Result<()> {
+            Ok(())
+        }
+
+        fn open(&mut self, _: Target, _: &TargetFacts, _: &[abi::RowSpec]) -> Result<Rows> {
+            Ok(SourceRows::new([]))
+        }
+    }
+
+    #[test]
+    fn rows_that_panic_when_dropped_end_nothing_wherever_they_are_given_up() {
+        for (here, other) in [(true, false), (false, true), (true, true)] {
+            let (here, other) = (rows(here), rows(other));
+            let outcome = here.table.append()(here.this, other);
+            assert!(outcome.is_err(), "rows that have panicked were appended");
+            here.table.drop()(here.this);
+        }
+    }
 }

@@ -17,27 +17,10 @@
 //! }
 //! ```
 
-use abi_stable::StableAbi;
-
+pub use crate::abi::Sampling;
 use crate::abi::{BinaryOp, DType, ReduceOp, UnaryOp};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
-
-/// How a row is sampled. Filters apply after the temperature, in the order top-k, top-p, min-p.
-#[repr(C)]
-#[derive(StableAbi, Clone, Copy, Debug, PartialEq)]
-pub struct Sampling {
-    /// 0 is greedy: the first largest logit.
-    pub temperature: f32,
-    /// Keep the smallest set of most likely tokens that holds this much probability; 1 keeps all.
-    pub top_p: f32,
-    /// Keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
-    pub min_p: f32,
-    /// Keep this many of the most likely tokens; 0 keeps all. Ties at the edge are kept.
-    pub top_k: u32,
-    /// The key of all draws of this row.
-    pub seed: u64,
-}
 
 impl Default for Sampling {
     fn default() -> Self {

@@ -4,6 +4,7 @@ pub mod decoding;
 pub mod derived;
 pub mod forced;
 pub mod gguf;
+pub mod layouts;
 pub mod tensors;
 pub mod together;
 
@@ -59,10 +60,18 @@ pub fn id_list(ids: &[i32]) -> String {
 }
 
 /// Where cargo puts what it builds in this profile.
-pub(crate) fn target_dir() -> PathBuf {
+pub fn target_dir() -> PathBuf {
     let exe = std::env::current_exe().expect("the test's own path");
     let deps = exe.parent().expect("deps");
     deps.parent().expect("the profile's directory").to_owned()
+}
+
+/// The profile that this test or benchmark was built in.
+pub fn profile() -> String {
+    match target_dir().file_name().and_then(|name| name.to_str()) {
+        Some("debug") | None => "dev".to_owned(),
+        Some(name) => name.to_owned(),
+    }
 }
 
 /// Builds the program and all plugins once, unless `make` has done so.
@@ -85,13 +94,8 @@ fn build() {
             "altered",
         ];
         let mut cargo = Command::new(env!("CARGO"));
-        // In the profile that this test or benchmark was built in.
-        let profile = match target_dir().file_name().and_then(|name| name.to_str()) {
-            Some("debug") | None => "dev".to_owned(),
-            Some(name) => name.to_owned(),
-        };
         cargo
-            .args(["build", "--profile", &profile])
+            .args(["build", "--profile", &profile()])
             .current_dir(root());
         for package in packages {
             cargo.args(["-p", package]);

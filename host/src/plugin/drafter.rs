@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use abi_stable::std_types::Tuple2;
 use plugin_api::abi::{
-    DonorKind, FaultCode, LoadRequest, OpenRequest, PluginModuleRef, ProviderInfo, RawProvider,
+    DonorKind, DrafterInfo, FaultCode, LoadRequest, OpenRequest, PluginModuleRef, RawDrafter,
     RowSpec, Tap,
 };
 use plugin_api::{Error, Result, TargetFacts};
@@ -37,7 +37,7 @@ pub struct DrafterSource {
 
 /// A drafter that a plugin has made. Lives on the engine thread; its rows keep it alive.
 pub struct Drafter {
-    raw: RawProvider,
+    raw: RawDrafter,
     origin: Arc<Origin>,
     name: String,
     taps: Vec<Tap>,
@@ -101,7 +101,7 @@ impl Drafter {
         Ok(Rc::new(drafter))
     }
 
-    fn admit(raw: RawProvider, origin: Arc<Origin>, library: Option<Arc<Library>>) -> Result<Self> {
+    fn admit(raw: RawDrafter, origin: Arc<Origin>, library: Option<Arc<Library>>) -> Result<Self> {
         let mut drafter = Self {
             raw,
             name: origin.name.clone(),
@@ -167,7 +167,7 @@ impl Drafter {
     ///
     /// # Errors
     /// The plugin's.
-    pub fn info(&self) -> Result<ProviderInfo> {
+    pub fn info(&self) -> Result<DrafterInfo> {
         self.seen("info", || self.raw.table.info()(self.raw.this))
             .into_result()
             .map_err(fault)
@@ -234,7 +234,7 @@ fn load_raw(
     module: PluginModuleRef,
     checkpoint: Option<&Path>,
     options: &[(String, String)],
-) -> Result<RawProvider> {
+) -> Result<RawDrafter> {
     let path = match checkpoint.map(|path| (path, path.to_str())) {
         None => None,
         Some((_, Some(text))) => Some(text),
@@ -250,7 +250,7 @@ fn load_raw(
         .map(|(key, value)| Tuple2(key.as_str().into(), value.as_str().into()))
         .collect();
     let request = LoadRequest {
-        drafter: path.map(Into::into).into(),
+        checkpoint: path.map(Into::into).into(),
         options: options.as_slice().into(),
     };
     seen(origin, "load", || module.load()(backend::api(), &request))

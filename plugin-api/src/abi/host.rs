@@ -28,11 +28,11 @@ pub struct GatedDelta<'a> {
     /// `decay = exp(rate * softplus(a + dt_bias))`, `[B, T, Hv]`.
     pub a: RawTensor,
     /// What went into the convolution before, `[B, K-1, C]`.
-    pub conv: RawTensor,
+    pub conv_state: RawTensor,
     /// The state before the first column, `[B, Hv, Dv, Dk]` f32.
-    pub recurrent: RawTensor,
+    pub recurrent_state: RawTensor,
     /// Weights of the convolution, oldest first, `[K, C]`.
-    pub taps: RawTensor,
+    pub conv_weight: RawTensor,
     /// `-exp(A_log)`, `[Hv]` f32.
     pub rate: RawTensor,
     /// `[Hv]`.
@@ -180,11 +180,11 @@ pub struct Attend<'a> {
 #[repr(C)]
 #[derive(StableAbi)]
 #[sabi(kind(Prefix(prefix_ref = HostApiRef)))]
-#[sabi(missing_field(panic))]
 pub struct HostApi {
     /// The message of the last failed op on this thread, which it clears.
     pub take_error: extern "C" fn() -> RString,
-    /// Writes a line to the host's log, or drops it where the user does not want to see lines of that level.
+    /// Writes a line to the host's log, or drops it where the user does not want to see lines of that level; one
+    /// that the host does not know counts as [`LogLevel::TRACE`].
     /// `target` names the plugin. What is not plain text of one line is made so. From any thread, at any time
     /// after the table was handed over.
     pub log: extern "C" fn(level: LogLevel, target: RStr<'_>, message: RStr<'_>),
@@ -304,7 +304,7 @@ pub struct HostApi {
     /// and keys, the rule `S *= decay; S += beta (v - S k) k^T; y = S q` column by column, and
     /// `norm(y) * silu(z)`. Returns that, `[B, T, Hv * Dv]`, unless `z` is null; then, to `advance`, what
     /// the next call's convolution has to see, `[B, K-1, C]`, and the state after the last filled
-    /// column, `[B, Hv, Dv, Dk]`, for which `recurrent` may be written in place as the caches of
+    /// column, `[B, Hv, Dv, Dk]`, for which `recurrent_state` may be written in place as the caches of
     /// `attend` are. Empty on failure. A call of the same columns gives the same states, bit for
     /// bit, with and without `z` and whatever comes after them: so that one may look ahead
     /// without advancing, and advance by fewer columns later.

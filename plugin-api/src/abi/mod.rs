@@ -1,16 +1,24 @@
-//! The ABI: everything that crosses the boundary between the host and a plugin.
+//! The ABI: everything that crosses the boundary between the host and a plugin. Frozen as 1.0.
 //!
 //! Rules that hold for every table here (they are what "stable" means):
 //!
-//! * Tables are prefix types: a slot is appended, never moved, retyped or removed. A slot added
-//!   after 1.0 goes below the `last_prefix_field` mark and is read as an `Option`.
-//! * No slot unwinds. A body that can panic runs inside [`crate::guard`] on the side that
-//!   implements it, and the panic comes back as a [`Fault`].
-//! * Ownership is written on each slot. Borrowed arguments live until the call returns.
-//! * Everything happens on the host's engine thread. No slot may be called from another thread, except
-//!   [`HostApi::log`].
-//! * Opcodes are numbers in a newtype, not Rust enums: an unknown one is an error, never
-//!   undefined behaviour, so codes can be appended within a major version.
+//! * A table is a prefix type: within a major version a slot is appended, never moved, retyped, renamed or
+//!   removed. One that comes after 1.0 stands below the `last_prefix_field` mark and is read as an `Option`; where
+//!   it is absent the caller has another way, or an error, and never panics. A table holds 64 slots at most.
+//! * A struct can't grow, as it is lent by reference and lies in lists: a new slot takes a new struct.
+//! * Codes are numbers in a newtype, not Rust enums: an unknown one is an error, never undefined behaviour, so
+//!   codes can be appended within a major version.
+//! * No slot unwinds. A body that can panic runs inside [`crate::guard`] on the side that implements it, and the
+//!   panic comes back as a [`Fault`].
+//! * Ownership is written on each slot. Borrowed arguments live until the call returns. What is returned belongs to
+//!   the caller.
+//! * Everything happens on the host's engine thread, one call at a time. No slot may be called from another thread,
+//!   except [`HostApi::log`].
+//! * Every type derives `StableAbi` and is reached from [`PluginModule`]: the host compares the layouts of what is
+//!   reached. Nothing depends on the compiler's version.
+//!
+//! What this is in bytes is written down in `abi/1.0.txt` of the crate's source, and a test compares. `docs/abi.md` in
+//! the repository says how it grows.
 
 mod host;
 mod manifest;
@@ -22,9 +30,9 @@ pub use host::{
 };
 pub use manifest::{Embedded, MAX_MANIFEST_BYTES, SECTION, section_bytes, total_len};
 pub use plugin::{
-    Advance, Donor, DonorFacts, DraftReply, DraftRequest, DraftRows, DraftRowsRef, LoadRequest,
-    NamedTensor, OpenRequest, PluginModule, PluginModuleRef, Provider, ProviderInfo, ProviderRef,
-    RawProvider, RawRows, RawTarget, RowSpec, RowState, Tap, TargetFacts, TargetView,
+    Advance, Donor, DonorFacts, DraftReply, DraftRequest, DraftRows, DraftRowsRef, Drafter,
+    DrafterInfo, DrafterRef, LoadRequest, NamedTensor, OpenRequest, PluginModule, PluginModuleRef,
+    RawDrafter, RawRows, RawTarget, RowSpec, RowState, Sampling, Tap, TargetFacts, TargetView,
     TargetViewRef,
 };
 pub use types::{

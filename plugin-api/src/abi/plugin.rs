@@ -1,7 +1,7 @@
 //! What a plugin offers to the host, and the target as the plugin sees it.
 //!
-//! Life of a drafter: [`PluginModule::load`] reads the drafter's directory, [`Provider::pair`] says
-//! whether it fits the target, [`Provider::open`] makes one group of rows, [`DraftRows`] drafts for
+//! Life of a drafter: [`PluginModule::load`] reads the drafter's directory, [`Drafter::pair`] says
+//! whether it fits the target, [`Drafter::open`] makes one group of rows, [`DraftRows`] drafts for
 //! it. A group is opened, prefilled, then alternates `draft` and `commit`; see [`DraftRows`].
 
 use std::ffi::c_void;
@@ -13,17 +13,15 @@ use abi_stable::std_types::{ROption, RSlice, RStr, RString, RVec, Tuple2};
 
 use super::host::HostApiRef;
 use super::types::{DType, DonorKind, RawTensor, Reply};
-use crate::sampling::Sampling;
 
 /// The root module of a plugin library. Since 1.0.
 #[repr(C)]
 #[derive(StableAbi)]
 #[sabi(kind(Prefix(prefix_ref = PluginModuleRef)))]
-#[sabi(missing_field(panic))]
 pub struct PluginModule {
     /// Reads a drafter: its config and options, not yet its weights. May be called many times.
     #[sabi(last_prefix_field)]
-    pub load: extern "C" fn(host: HostApiRef, request: &LoadRequest<'_>) -> Reply<RawProvider>,
+    pub load: extern "C" fn(host: HostApiRef, request: &LoadRequest<'_>) -> Reply<RawDrafter>,
 }
 
 impl RootModule for PluginModuleRef {
@@ -38,32 +36,31 @@ impl RootModule for PluginModuleRef {
 #[repr(C)]
 #[derive(StableAbi, Clone, Copy)]
 pub struct LoadRequest<'a> {
-    /// The drafter's checkpoint; none for families without weights.
-    pub drafter: ROption<RStr<'a>>,
+    /// Path of the drafter's checkpoint; none for families without weights.
+    pub checkpoint: ROption<RStr<'a>>,
     /// `--drafter-option key=value` pairs. A key the plugin does not know is an error.
     pub options: RSlice<'a, Tuple2<RStr<'a>, RStr<'a>>>,
 }
 
-/// A loaded drafter, owned by the host; given back with [`Provider::drop`].
+/// A loaded drafter, owned by the host; given back with [`Drafter::drop`].
 #[repr(C)]
 #[derive(StableAbi, Clone, Copy)]
-pub struct RawProvider {
+pub struct RawDrafter {
     /// The plugin's own pointer.
     pub this: *mut c_void,
     /// Its table, valid as long as the library is mapped.
-    pub table: ProviderRef,
+    pub table: DrafterRef,
 }
 
 /// The table of a loaded drafter. Since 1.0.
 #[repr(C)]
 #[derive(StableAbi)]
-#[sabi(kind(Prefix(prefix_ref = ProviderRef)))]
-#[sabi(missing_field(panic))]
-pub struct Provider {
+#[sabi(kind(Prefix(prefix_ref = DrafterRef)))]
+pub struct Drafter {
     /// Destroys the drafter. The host has dropped all its rows before.
     pub drop: extern "C" fn(*mut c_void),
     /// Identity, needs and limits. Constant over the life of the drafter.
-    pub info: extern "C" fn(*mut c_void) -> Reply<ProviderInfo>,
+    pub info: extern "C" fn(*mut c_void) -> Reply<DrafterInfo>,
     /// Does this drafter fit that target? Called before `open`, allocates nothing that lasts. The
     /// fault names both and the number that differs.
     pub pair: extern "C" fn(*mut c_void, &TargetFacts<'_>) -> Reply<()>,
@@ -98,7 +95,7 @@ impl Tap {
 /// What a drafter says of itself. Owned by the host.
 #[repr(C)]
 #[derive(StableAbi, Clone, Debug)]
-pub struct ProviderInfo {
+pub struct DrafterInfo {
     /// A name for messages and statistics.
     pub name: RString,
     /// Bytes of weights it will keep resident.
@@ -170,6 +167,22 @@ pub struct Donor {
     pub start: i32,
 }
 
+/// How a row is sampled. Filters apply after the temperature, in the order top-k, top-p, min-p.
+#[repr(C)]
+#[derive(StableAbi, Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// 0 is greedy: the first largest logit.
+    pub temperature: f32,
+    /// Keep the smallest set of most likely tokens that holds this much probability; 1 keeps all.
+    pub top_p: f32,
+    /// Keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
+    pub min_p: f32,
+    /// Keep this many of the most likely tokens; 0 keeps all. Ties at the edge are kept.
+    pub top_k: u32,
+    /// The key of all draws of this row.
+    pub seed: u64,
+}
+
 /// What is constant over the life of a row.
 #[repr(C)]
 #[derive(StableAbi, Clone, Copy, Debug, PartialEq)]
@@ -178,7 +191,7 @@ pub struct RowSpec {
     pub sampling: Sampling,
 }
 
-/// What [`Provider::open`] is told; borrowed for the call.
+/// What [`Drafter::open`] is told; borrowed for the call.
 #[repr(C)]
 #[derive(StableAbi, Clone, Copy)]
 pub struct OpenRequest<'a> {
@@ -204,7 +217,6 @@ pub struct RawTarget {
 #[repr(C)]
 #[derive(StableAbi)]
 #[sabi(kind(Prefix(prefix_ref = TargetViewRef)))]
-#[sabi(missing_field(panic))]
 pub struct TargetView {
     /// The input embeddings of ids: `[..]` i32 to `[.., hidden]`, as the target's first layer gets
     /// them, or with `bare` as the matrix has them, without the factor of some models. Null on failure.
@@ -287,7 +299,7 @@ pub struct DraftRequest<'a> {
     /// The position of the first drafted token in each row (its index in prompt + answer): the key
     /// of its random draw.
     pub positions: RSlice<'a, u32>,
-    /// What the target lends, as [`ProviderInfo::donors`] asked for it. A row has `positions[b] - 1`
+    /// What the target lends, as [`DrafterInfo::donors`] asked for it. A row has `positions[b] - 1`
     /// processed tokens: all but its pending one.
     pub donors: RSlice<'a, Donor>,
 }
@@ -311,7 +323,6 @@ pub struct DraftReply {
 #[repr(C)]
 #[derive(StableAbi)]
 #[sabi(kind(Prefix(prefix_ref = DraftRowsRef)))]
-#[sabi(missing_field(panic))]
 pub struct DraftRows {
     /// Destroys the group.
     pub drop: extern "C" fn(*mut c_void),
@@ -326,7 +337,7 @@ pub struct DraftRows {
     /// Appends the rows of another group of the same drafter, which is consumed whatever the
     /// outcome. On a fault this group is as before. Only between rounds.
     pub append: extern "C" fn(*mut c_void, other: RawRows) -> Reply<()>,
-    /// Rows in the group.
+    /// Rows in the group. After a panic 0: this slot alone has no other way to fail.
     pub row_count: extern "C" fn(*mut c_void) -> u32,
     /// What one row needs to go on from here in another group; nothing changes here. None: the drafter
     /// keeps no more of a row than its tokens, and is told them again with `prefill`. To one that wants taps

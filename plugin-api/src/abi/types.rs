@@ -5,6 +5,10 @@ use std::ffi::c_void;
 use abi_stable::StableAbi;
 use abi_stable::std_types::{RResult, RString};
 
+// `usize` crosses as the length of slices and texts. So far there are hosts for 64-bit machines alone, and
+// layouts are written down for these.
+const _: () = assert!(size_of::<usize>() == 8, "the ABI is for 64-bit machines");
+
 /// The largest rank a tensor can have.
 pub const MAX_RANK: usize = 8;
 
@@ -33,6 +37,9 @@ macro_rules! codes {
 
         impl $name {
             $($(#[$doc])* pub const $code: Self = Self($value);)*
+
+            /// All codes that this build knows.
+            pub const ALL: &'static [Self] = &[$(Self::$code),*];
 
             /// The name of the code, or `None` when this build does not know it.
             pub fn name(self) -> Option<&'static str> {

@@ -1,5 +1,4 @@
-//! A library that claims the plugin API but whose root module is laid out otherwise: what someone
-//! gets who edits the API crate and keeps its version.
+//! A library that claims the plugin API but has a root module of its own, which is laid out otherwise.
 
 use abi_stable::StableAbi;
 use abi_stable::library::{CheckTypeLayout, LibHeader, RootModule, RootModuleResult};
