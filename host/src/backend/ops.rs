@@ -181,7 +181,10 @@ pub(super) extern "C" fn read(x: RawTensor, dtype: DType, mut out: RSliceMut<'_,
 // ---- structure
 
 pub(super) extern "C" fn astype(x: RawTensor, dtype: DType) -> RawTensor {
-    op(|| lent(x)?.as_dtype(to_mlx(dtype)?).explain())
+    op(|| {
+        let (x, dtype) = (lent(x)?, to_mlx(dtype)?);
+        native::astype(&x, dtype).unwrap_or_else(|| x.as_dtype(dtype).explain().map(Handle::from))
+    })
 }
 
 pub(super) extern "C" fn reshape(x: RawTensor, shape: RSlice<'_, i32>) -> RawTensor {
@@ -205,7 +208,8 @@ pub(super) extern "C" fn concat(tensors: RSlice<'_, RawTensor>, axis: i32) -> Ra
             .iter()
             .map(|&t| lent(t))
             .collect::<OpResult<Vec<_>>>()?;
-        mlx::concatenate(&lent, axis).explain()
+        native::concat(&lent, axis)
+            .unwrap_or_else(|| mlx::concatenate(&lent, axis).explain().map(Handle::from))
     })
 }
 
@@ -265,7 +269,12 @@ pub(super) extern "C" fn slice(
     starts: RSlice<'_, i32>,
     stops: RSlice<'_, i32>,
 ) -> RawTensor {
-    op(|| slice_array(&*lent(x)?, starts.as_slice(), stops.as_slice()))
+    op(|| {
+        let (x, starts, stops) = (lent(x)?, starts.as_slice(), stops.as_slice());
+        check_box(x.shape(), starts, stops)?;
+        native::slice(&x, starts, stops)
+            .unwrap_or_else(|| slice_array(&x, starts, stops).map(Handle::from))
+    })
 }
 
 /// A copy of `x` with the box at `starts` replaced.
@@ -332,9 +341,14 @@ pub(super) fn clamped(x: &Array, indices: &Array, axis: i32) -> OpResult<Array> 
 
 pub(super) extern "C" fn take(x: RawTensor, indices: RawTensor, axis: i32) -> RawTensor {
     op(|| {
-        let x = lent(x)?;
-        let indices = clamped(&x, &*lent(indices)?, axis)?;
-        x.take_axis(&indices, axis).explain()
+        let (x, indices) = (lent(x)?, lent(indices)?);
+        if axis == 0
+            && let Some(taken) = native::take(&x, &indices)
+        {
+            return taken;
+        }
+        let indices = clamped(&x, &indices, axis)?;
+        x.take_axis(&indices, axis).explain().map(Handle::from)
     })
 }
 

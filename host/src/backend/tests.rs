@@ -306,6 +306,54 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn little_steps_agree_with_mlx(
+        (a, b, c) in (1..4i32, 1..5i32, 1..6i32),
+        (axis, more) in (0..3usize, 1..4i32),
+        cut in prop::array::uniform6(0..7i32),
+        ids in prop::collection::vec(-2..7i32, 1..5),
+        (bits, group) in (prop::sample::select(vec![4, 8]), prop::sample::select(vec![32, 64])),
+        strided in any::<bool>(),
+        kind in 0..3usize,
+        seed in 0..1000u64,
+    ) {
+        let _serial = serial();
+        let dtype = [DType::F32, DType::BF16, DType::F16][kind];
+        let shape = [a, b, c];
+        let mut x = tensor(seed, &shape).astype(dtype).unwrap();
+        if strided {
+            x = tensor(seed, &[c, b, a]).astype(dtype).unwrap().transpose(&[2, 1, 0]).unwrap();
+        }
+        let mut other = shape;
+        other[axis] = more;
+        let other = tensor(seed + 1, &other).astype(dtype).unwrap();
+        for axis in [axis as i32, axis as i32 - 3] {
+            prop_assert_eq!(difference(|| Tensor::concat(&[&x, &other, &x], axis)), 0.0);
+        }
+        let starts: Vec<i32> = (0..3).map(|i| cut[i] % (shape[i] + 1)).collect();
+        let lens: Vec<i32> = (0..3).map(|i| cut[3 + i] % (shape[i] - starts[i] + 1)).collect();
+        prop_assert_eq!(
+            difference(|| (0..3).try_fold(x.clone(), |x, i| {
+                x.slice(i as i32, starts[i], starts[i] + lens[i])
+            })),
+            0.0
+        );
+        let ids = Tensor::from_slice(&ids, &[ids.len() as i32]).unwrap();
+        prop_assert_eq!(difference(|| x.take(&ids, 0)), 0.0);
+        for to in [DType::F32, DType::BF16, DType::F16] {
+            prop_assert_eq!(difference(|| x.astype(to)), 0.0);
+        }
+        let words: Vec<u32> = (0..a * 16 * bits).map(|i| (i as u32 + 7).wrapping_mul(2_654_435_761)).collect();
+        let words = Tensor::from_slice(&words, &[a, 16 * bits]).unwrap();
+        let scales = |seed| tensor(seed, &[a, 512 / group]).astype(dtype).unwrap();
+        let (scales, biases) = (scales(seed), scales(seed + 1));
+        prop_assert_eq!(difference(|| words.dequantize(&scales, &biases, group, bits)), 0.0);
+    }
+}
+
 #[test]
 fn settled_weights_are_the_same_to_all_who_hold_them() {
     let _serial = serial();

@@ -6,6 +6,7 @@ mod attend;
 mod blocks;
 mod delta;
 mod experts;
+mod little;
 mod prepare;
 mod project;
 
@@ -19,6 +20,7 @@ pub(super) use attend::attend;
 pub(super) use blocks::{MaskKind, argmax, attention, rms_norm, rope};
 pub(super) use delta::gated_delta;
 pub(super) use experts::{experts, route};
+pub(super) use little::{astype, concat, dequantize, slice, take};
 use prepare::{Buffers, Output, compute};
 pub(super) use prepare::{filled, settle};
 pub(super) use project::project;
@@ -59,7 +61,11 @@ enum Kind {
 }
 
 fn kind(array: &Handle) -> Option<Kind> {
-    match array.dtype() {
+    float_kind(array.dtype())
+}
+
+fn float_kind(dtype: Dtype) -> Option<Kind> {
+    match dtype {
         Dtype::Float32 => Some(Kind::F32),
         Dtype::Bfloat16 => Some(Kind::Bf16),
         Dtype::Float16 => Some(Kind::F16),
