@@ -343,7 +343,10 @@ fn what_cannot_be_checked_is_refused() {
 fn diagnosis(change: impl FnOnce(&Copy)) -> String {
     let copy = Copy::of("qwen3_5_mtp-f32");
     change(&copy);
-    let target = checkpoint("qwen3_5-f32");
+    diagnosis_with(&checkpoint("qwen3_5-f32"), &copy)
+}
+
+fn diagnosis_with(target: &Path, copy: &Copy) -> String {
     let args = [
         "--model",
         target.to_str().unwrap(),
@@ -401,4 +404,16 @@ fn a_head_that_is_seldom_right_is_looked_at() {
     );
     let why = diagnosis(|copy| rewrite(copy, |name| name == "fc.weight", |_| f32::NAN));
     assert!(why.contains("numbers that are none"), "{why}");
+}
+
+#[test]
+fn a_head_that_is_given_the_wrong_hidden_is_told_which_is_better() {
+    // A target whose final norm turns the hidden around, and whose head turns it back: it says the same, and a
+    // drafter for the hidden before the norm is right only about that one.
+    let (target, drafter) = (Copy::of("qwen3_5-f32"), Copy::of("qwen3_5_mtp-f32"));
+    let turned = |name: &str| name.ends_with("model.norm.weight") || name.contains("lm_head");
+    rewrite(&target, turned, |x| -x);
+    rewrite(&drafter, |name| name == "norm.weight", |x| -x);
+    let why = diagnosis_with(target.path(), &drafter);
+    assert!(why.contains("hidden from before its final norm"), "{why}");
 }
