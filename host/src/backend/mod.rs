@@ -84,8 +84,16 @@ pub fn api() -> HostApiRef {
     HostApiRef(Table::API.as_prefix())
 }
 
+/// Bytes that MLX keeps of what was given back to it, where that is the system's memory: enough for the tensors
+/// of a pass. Caches that have grown out of their buffers would be kept, too, and never used again.
+const KEPT: usize = 16 << 20;
+
 /// Makes the table known to this image; `Tensor`s work from then on.
 pub fn install() {
+    if native::enabled() {
+        // A limit that can't be set costs memory, nothing else.
+        let _ = mlx_rs::memory::set_cache_limit(KEPT);
+    }
     plugin_api::install(api());
 }
 

@@ -13,6 +13,7 @@
 
 #include "mlx/allocator.h"
 #include "mlx/array.h"
+#include "mlx/memory.h"
 #include "mlx/transforms.h"
 
 namespace mx = mlx::core;
@@ -47,6 +48,14 @@ void pack(const mx::array& from, char* to) {
       index[axis] = 0;
     }
   }
+}
+
+// Returns to the system what is free, which MLX and the allocator would rather keep.
+void give_back() {
+  mx::clear_cache();
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
 }
 
 mx::array allocate(mx::Shape shape, mx::Dtype dtype) {
@@ -190,10 +199,7 @@ int mlxhost_settle(
       }
       const size_t bytes = rounded(array.nbytes());
       if (room - used < bytes) {
-#ifdef __GLIBC__
-        // What the moved arrays left behind, which the allocator would rather keep.
-        malloc_trim(0);
-#endif
+        give_back();
         const size_t wanted = std::max(bytes, std::min(left, block_bytes)) + line;
         block = allocate({static_cast<int>((wanted + line - 1) / line), static_cast<int>(line)}, mx::uint8);
         char* data = block.data<char>();
@@ -219,9 +225,7 @@ int mlxhost_settle(
           static_cast<int64_t>(used / array.itemsize()));
       used += bytes;
     }
-#ifdef __GLIBC__
-    malloc_trim(0);
-#endif
+    give_back();
     return 0;
   } catch (const std::exception& problem) {
     std::strncpy(error, problem.what(), error_room - 1);
