@@ -112,7 +112,7 @@ impl Group<'_> {
     }
 
     fn counted(&self, call: &str) -> Result<()> {
-        match (self.rows.count(), self.told.len()) {
+        match (self.rows.counted(), self.told.len()) {
             (count, rows) if count == rows => Ok(()),
             (count, rows) => Err(Error::failed(format!(
                 "{call}: row_count says {count}, there are {rows} rows"

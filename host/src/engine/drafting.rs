@@ -9,13 +9,22 @@ use crate::model::TargetHandle;
 use crate::plugin::{Draft, Drafter, Progress, Rows};
 use crate::prefix::Entry;
 
+use super::unopened::Unopened;
 use super::untold::Untold;
 
 /// The drafting of a group: going on, or given up.
+///
+/// The drafter hears of rows and of what happens to them when it is to draft, not before: following costs it passes
+/// of its own, and while drafts do not pay they would be for nothing.
+#[derive(Default)]
 pub(super) struct Drafting {
-    rows: Option<Rows>,
     drafter: Option<Rc<Drafter>>,
-    /// What the drafter has not been told of.
+    target: Option<Rc<TargetHandle>>,
+    /// The rows that the drafter has heard of, if there are any.
+    rows: Option<Rows>,
+    /// Those after them, in order.
+    unopened: Vec<Unopened>,
+    /// Rounds that the drafter has not been told of.
     untold: Untold,
     /// Tokens that it was told of before the last draft, beyond those of the round before.
     caught_up: usize,
@@ -24,25 +33,17 @@ pub(super) struct Drafting {
 impl Drafting {
     /// Without a drafter: plain decoding.
     pub fn none() -> Self {
-        Self {
-            rows: None,
-            drafter: None,
-            untold: Untold::default(),
-            caught_up: 0,
-        }
+        Self::default()
     }
 
-    /// Opens rows for a new group.
-    pub fn open(drafter: &Rc<Drafter>, target: &Rc<TargetHandle>, specs: &[RowSpec]) -> Self {
-        let mut drafting = Self {
-            rows: None,
+    /// For the rows of a new group.
+    pub fn new(drafter: &Rc<Drafter>, target: &Rc<TargetHandle>, specs: Vec<RowSpec>) -> Self {
+        Self {
             drafter: Some(drafter.clone()),
-            untold: Untold::default(),
-            caught_up: 0,
-        };
-        let rows = drafter.open(target, specs);
-        drafting.rows = drafting.survive(rows);
-        drafting
+            target: Some(target.clone()),
+            unopened: vec![Unopened::new(specs)],
+            ..Self::default()
+        }
     }
 
     /// Opens a row that goes on from an entry.
@@ -71,10 +72,10 @@ impl Drafting {
             }
         }
         Ok(Self {
-            rows: Some(rows),
             drafter: Some(drafter.clone()),
-            untold: Untold::default(),
-            caught_up: 0,
+            target: Some(target.clone()),
+            rows: Some(rows),
+            ..Self::default()
         })
     }
 
@@ -82,7 +83,7 @@ impl Drafting {
     /// was to be a drafter and there is none any more.
     pub fn capture(&mut self, row: usize, is_wanted: bool) -> Option<Option<RowState>> {
         self.tell();
-        if self.rows.is_none() {
+        if self.drafter.is_none() {
             return (!is_wanted).then_some(None);
         }
         let state = self.call(|rows| rows.capture(row as u32))?;
@@ -91,34 +92,33 @@ impl Drafting {
 
     /// The plugin that drafts, if one still does.
     pub fn plugin(&self) -> Option<&str> {
-        self.rows.as_ref().map(|rows| rows.drafter().plugin())
+        self.drafter.as_ref().map(|drafter| drafter.plugin())
     }
 
     /// The taps that every pass must take for the drafter.
     pub fn taps(&self) -> Vec<Tap> {
-        self.rows
+        self.drafter
             .as_ref()
-            .map_or_else(Vec::new, |rows| rows.drafter().taps().to_vec())
+            .map_or_else(Vec::new, |drafter| drafter.taps().to_vec())
     }
 
     /// The keys of the target that the drafter looks at.
     pub fn donors(&self) -> Vec<DonorKind> {
-        self.rows
+        self.drafter
             .as_ref()
-            .map_or_else(Vec::new, |rows| rows.drafter().donors().to_vec())
+            .map_or_else(Vec::new, |drafter| drafter.donors().to_vec())
     }
 
     /// The deepest draft that can be asked for, 0 without a drafter.
     pub fn max_depth(&self) -> u32 {
-        self.rows
+        self.drafter
             .as_ref()
-            .map_or(0, |rows| rows.drafter().max_depth())
+            .map_or(0, |drafter| drafter.max_depth())
     }
 
     /// The deepest draft that is worth a try: drafters are made for some depth.
     pub fn sensible_depth(&self) -> u32 {
-        self.rows.as_ref().map_or(0, |rows| {
-            let drafter = rows.drafter();
+        self.drafter.as_ref().map_or(0, |drafter| {
             drafter
                 .default_depth()
                 .saturating_mul(2)
@@ -155,8 +155,7 @@ impl Drafting {
             let plugin = drafter.plugin();
             tracing::warn!("plugin {plugin}: {why}; going on without drafts");
         }
-        self.rows = None;
-        self.untold = Untold::default();
+        *self = Self::none();
     }
 
     /// Runs a call on the rows, if there are any; an error ends the drafting.
@@ -189,49 +188,65 @@ impl Drafting {
 
     /// A part of the prompts was processed.
     pub fn prefill(&mut self, progress: &Progress<'_>) {
-        self.call(|rows| rows.prefill(progress));
+        if let Some(unopened) = self.unopened.last_mut() {
+            unopened.push(progress);
+            self.tell_if_much();
+        } else {
+            self.call(|rows| rows.prefill(progress));
+        }
     }
 
     /// A round has kept these tokens, after a draft or (`drafted` false) without one.
     pub fn commit(&mut self, progress: &Progress<'_>, drafted: bool) {
-        if self.rows.is_none() {
+        if self.drafter.is_none() {
             return;
         }
         if !drafted && progress.tokens.iter().all(|tokens| tokens.len() == 1) {
             self.untold.push(progress);
-            if self.untold.is_much() {
-                self.tell();
-            }
-            return;
+            return self.tell_if_much();
         }
         self.tell();
         self.call(|rows| rows.commit(progress));
     }
 
-    /// Tells the drafter of the rounds that it has not heard of. How many tokens there were.
+    fn tell_if_much(&mut self) {
+        let prompts = self.unopened.iter().map(Unopened::bytes).sum();
+        if self.untold.is_much(prompts) {
+            self.tell();
+        }
+    }
+
+    /// Tells the drafter of all that it has not heard of. How many tokens there were.
     fn tell(&mut self) -> usize {
-        let pieces = self.untold.take();
-        let Some(pieces) = self.survive(pieces) else {
-            return 0;
+        let told = self.try_to_tell();
+        self.survive(told).unwrap_or(0)
+    }
+
+    fn try_to_tell(&mut self) -> Result<usize> {
+        let (Some(drafter), Some(target)) = (&self.drafter, &self.target) else {
+            return Ok(0);
         };
         let mut count = 0;
-        for piece in pieces {
-            count += piece.tokens.iter().map(Vec::len).sum::<usize>();
-            let tokens: Vec<&[i32]> = piece.tokens.iter().map(Vec::as_slice).collect();
-            let progress = Progress {
-                tokens: &tokens,
-                next: &piece.next,
-                accepted: &vec![0; tokens.len()],
-                taps: &piece.taps,
-            };
-            self.call(|rows| rows.commit(&progress));
+        for unopened in std::mem::take(&mut self.unopened) {
+            count += unopened.tokens();
+            let opened = unopened.open(drafter, target)?;
+            match &mut self.rows {
+                Some(rows) => rows.append(opened)?,
+                None => self.rows = Some(opened),
+            }
         }
-        count
+        for piece in self.untold.take()? {
+            count += piece.count();
+            if let Some(rows) = &mut self.rows {
+                piece.told(|progress| rows.commit(progress))?;
+            }
+        }
+        Ok(count)
     }
 
     /// Tokens that a draft would have to wait for: the drafter is to be told of them first.
     pub fn behind(&self) -> usize {
-        self.untold.tokens()
+        self.untold.tokens() + self.unopened.iter().map(Unopened::tokens).sum::<usize>()
     }
 
     /// How many tokens the last draft had to wait for.
@@ -242,12 +257,17 @@ impl Drafting {
     /// Takes in the rows of another group's drafting; false, with nothing changed here, if the two can't be
     /// one. Where the drafter fails at it, the other goes on without drafts; so do these if it panicked.
     pub fn join(&mut self, other: &mut Self) -> bool {
-        let (Some(rows), Some(more)) = (&mut self.rows, &other.rows) else {
-            return self.rows.is_none() && other.rows.is_none();
-        };
+        // Where drafting is going on, what fails must fail here, before the two are one.
+        if other.rows.is_some() || (self.rows.is_some() && self.behind() == 0) {
+            self.tell();
+            other.tell();
+        }
+        if self.drafter.is_none() || other.drafter.is_none() {
+            return self.drafter.is_none() && other.drafter.is_none();
+        }
         let untold = match self
             .untold
-            .joined(&other.untold, [rows.count(), more.count()])
+            .joined(&other.untold, [self.count(), other.count()])
         {
             Ok(untold) => untold,
             Err(error) => {
@@ -255,30 +275,61 @@ impl Drafting {
                 return false;
             }
         };
-        let before = rows.count();
-        match other.rows.take().map(|more| rows.append(more)) {
-            Some(Err(error)) => {
+        if let (Some(rows), Some(more)) = (&mut self.rows, other.rows.take()) {
+            if let Err(error) = rows.append(more) {
                 // An instance that panicked, or lost count, is not as it was.
-                let is_sound = error.code() != FaultCode::PANICKED && rows.count() == before;
+                let is_sound =
+                    error.code() != FaultCode::PANICKED && rows.counted() == rows.count();
                 other.give_up(error.message());
                 if !is_sound {
                     self.give_up(error.message());
                 }
-                false
-            }
-            _ => {
-                self.untold = untold;
-                true
+                return false;
             }
         }
+        self.unopened.append(&mut other.unopened);
+        self.untold = untold;
+        true
+    }
+
+    /// Rows that the drafter has heard of.
+    fn opened(&self) -> usize {
+        self.rows.as_ref().map_or(0, Rows::count)
+    }
+
+    /// All rows.
+    fn count(&self) -> usize {
+        self.opened() + self.unopened.iter().map(Unopened::rows).sum::<usize>()
     }
 
     /// Keeps the given rows.
     pub fn filter(&mut self, keep: &[u32]) {
-        let untold = self.untold.filtered(keep);
-        if let Some(untold) = self.survive(untold) {
-            self.untold = untold;
+        if self.drafter.is_some() {
+            let filtered = self.try_to_filter(keep);
+            self.survive(filtered);
         }
-        self.call(|rows| rows.filter(keep));
+    }
+
+    fn try_to_filter(&mut self, keep: &[u32]) -> Result<()> {
+        self.untold = self.untold.filtered(keep)?;
+        let mut begin = self.opened() as u32;
+        let (first, mut rest) = keep.split_at(keep.partition_point(|&row| row < begin));
+        match &mut self.rows {
+            _ if first.is_empty() => self.rows = None,
+            Some(rows) if first.len() < begin as usize => rows.filter(first)?,
+            _ => {}
+        }
+        for unopened in std::mem::take(&mut self.unopened) {
+            let end = begin + unopened.rows() as u32;
+            let (mine, others) = rest.split_at(rest.partition_point(|&row| row < end));
+            let mine: Vec<u32> = mine.iter().map(|row| row - begin).collect();
+            if mine.len() == unopened.rows() {
+                self.unopened.push(unopened);
+            } else if !mine.is_empty() {
+                self.unopened.push(unopened.filtered(&mine)?);
+            }
+            (begin, rest) = (end, others);
+        }
+        Ok(())
     }
 }

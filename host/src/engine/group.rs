@@ -50,15 +50,16 @@ impl Group {
         mut rows: Vec<Row>,
     ) -> Self {
         let specs: Vec<_> = rows.iter().map(Row::spec).collect();
+        let count = rows.len();
         rows.iter_mut().for_each(Row::begin);
         Self {
             caches: target.model().new_caches(),
             drafting: match &method.drafter {
-                Some(drafter) => Drafting::open(drafter, &target, &specs),
+                Some(drafter) => Drafting::new(drafter, &target, specs),
                 None => Drafting::none(),
             },
             rows,
-            firsts: vec![None; specs.len()],
+            firsts: vec![None; count],
             method,
             store,
             target,

@@ -15,6 +15,7 @@ mod scheduler;
 mod stats;
 mod thread;
 mod totals;
+mod unopened;
 mod untold;
 
 pub use depth::Costs;

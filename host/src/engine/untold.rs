@@ -31,6 +31,30 @@ pub(super) struct Piece {
 }
 
 impl Piece {
+    pub fn new(progress: &Progress<'_>) -> Self {
+        Self {
+            tokens: progress.tokens.iter().map(|row| row.to_vec()).collect(),
+            next: progress.next.to_vec(),
+            taps: progress.taps.to_vec(),
+        }
+    }
+
+    /// Calls with what happened, as a drafter is told.
+    pub fn told<T>(&self, body: impl FnOnce(&Progress<'_>) -> T) -> T {
+        let tokens: Vec<&[i32]> = self.tokens.iter().map(Vec::as_slice).collect();
+        body(&Progress {
+            tokens: &tokens,
+            next: &self.next,
+            accepted: &vec![0; tokens.len()],
+            taps: &self.taps,
+        })
+    }
+
+    /// Tokens of all rows.
+    pub fn count(&self) -> usize {
+        self.tokens.iter().map(Vec::len).sum()
+    }
+
     fn width(&self) -> usize {
         self.tokens.iter().map(Vec::len).max().unwrap_or(0)
     }
@@ -40,7 +64,7 @@ impl Piece {
         self.tokens.iter().all(|row| row.len() == self.width())
     }
 
-    fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         let size = |tap: &Tensor| {
             let elements: i32 = tap.shape().iter().product();
             elements as usize * tap.dtype().size().unwrap_or(4)
@@ -71,7 +95,7 @@ impl Piece {
         })
     }
 
-    fn filtered(&self, keep: &[u32], rows: &Tensor) -> Result<Self> {
+    pub fn filtered(&self, keep: &[u32], rows: &Tensor) -> Result<Self> {
         let taps = self.taps.iter().map(|tap| tap.take(rows, 0));
         Ok(Self {
             tokens: keep
@@ -87,15 +111,11 @@ impl Piece {
 impl Untold {
     /// Every row got one token.
     pub fn push(&mut self, round: &Progress<'_>) {
-        self.add(Piece {
-            tokens: round.tokens.iter().map(|tokens| tokens.to_vec()).collect(),
-            next: round.next.to_vec(),
-            taps: round.taps.to_vec(),
-        });
+        self.add(Piece::new(round));
     }
 
     fn add(&mut self, piece: Piece) {
-        self.tokens += piece.tokens.iter().map(Vec::len).sum::<usize>();
+        self.tokens += piece.count();
         self.width += piece.width();
         self.bytes += piece.bytes();
         self.pieces.push(piece);
@@ -106,9 +126,9 @@ impl Untold {
         self.tokens
     }
 
-    /// Whether it is more than should be kept.
-    pub fn is_much(&self) -> bool {
-        self.width >= MOST_TOKENS || self.bytes >= MOST_BYTES
+    /// Whether it is more than should be kept, beside so many bytes.
+    pub fn is_much(&self, beside: usize) -> bool {
+        self.width >= MOST_TOKENS || self.bytes + beside >= MOST_BYTES
     }
 
     /// All of it, in as few pieces as there can be; nothing is left.
@@ -288,10 +308,10 @@ mod tests {
         crate::backend::install();
         let (mut group, mut token) = (Group::of(2), 1);
         for _ in 0..MOST_TOKENS {
-            assert!(!group.untold.is_much());
+            assert!(!group.untold.is_much(0));
             group.round(&mut token);
         }
-        assert!(group.untold.is_much());
+        assert!(group.untold.is_much(0));
         assert_eq!(group.untold.take().unwrap().len(), 1);
     }
 }

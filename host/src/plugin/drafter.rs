@@ -185,7 +185,7 @@ impl Drafter {
         };
         let raw = self.seen("open", || self.raw.table.open()(self.raw.this, &request));
         let raw = raw.into_result().map_err(fault)?;
-        Ok(Rows::new(raw, self.clone(), target.clone()))
+        Ok(Rows::new(raw, specs.len(), self.clone(), target.clone()))
     }
 
     /// Runs a call of one of its slots, or of those of its rows, for others to see while it lasts.

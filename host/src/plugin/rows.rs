@@ -13,6 +13,8 @@ pub struct Rows {
     raw: RawRows,
     /// Whether they are ours to give back.
     owned: bool,
+    /// How many there are.
+    count: usize,
     drafter: Rc<Drafter>,
     /// The plugin holds pointers to it.
     _target: Rc<TargetHandle>,
@@ -48,10 +50,16 @@ pub struct Progress<'a> {
 }
 
 impl Rows {
-    pub(super) fn new(raw: RawRows, drafter: Rc<Drafter>, target: Rc<TargetHandle>) -> Self {
+    pub(super) fn new(
+        raw: RawRows,
+        count: usize,
+        drafter: Rc<Drafter>,
+        target: Rc<TargetHandle>,
+    ) -> Self {
         Self {
             raw,
             owned: true,
+            count,
             drafter,
             _target: target,
         }
@@ -134,7 +142,7 @@ impl Rows {
     /// Takes in the rows of another group of the same drafter. On an error these are as before, and the
     /// others are gone.
     pub fn append(&mut self, mut other: Self) -> Result<()> {
-        let expected = self.count() + other.count();
+        let expected = self.count + other.count;
         // The plugin owns them from here on, whatever comes of it.
         other.owned = false;
         let slot = self.raw.table.append();
@@ -142,8 +150,11 @@ impl Rows {
             .seen("append", || slot(self.raw.this, other.raw))
             .into_result()
             .map_err(fault)?;
-        match self.count() {
-            count if count == expected => Ok(()),
+        match self.counted() {
+            count if count == expected => {
+                self.count = expected;
+                Ok(())
+            }
             count => {
                 let problem = format!("has {count} rows after an append to {expected}");
                 Err(Error::failed(problem))
@@ -177,8 +188,13 @@ impl Rows {
             .map_err(fault)
     }
 
-    /// How many rows it has.
+    /// How many rows there are.
     pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// How many rows the plugin says that there are.
+    pub fn counted(&self) -> usize {
         let slot = self.raw.table.row_count();
         self.drafter.seen("row_count", || slot(self.raw.this)) as usize
     }
@@ -190,8 +206,9 @@ impl Rows {
             .seen("filter_rows", || slot(self.raw.this, keep.into()))
             .into_result()
             .map_err(fault)?;
-        let count = self.count();
+        let count = self.counted();
         if count == keep.len() {
+            self.count = count;
             Ok(())
         } else {
             let problem = format!("has {count} rows after keeping {}", keep.len());
