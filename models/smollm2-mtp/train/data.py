@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
-from prompts import Prompt
+from prompts import Prompt, quote
 from target import HIDDEN, VOCAB, Cache, Target
 from tokens import EOS, Chat
 
@@ -135,12 +135,15 @@ def _joined(taps: dict[int, Tensor]) -> Tensor:
 
 
 def draw(logits: Tensor, temperature: Tensor, rng: torch.Generator) -> Tensor:
-    """One token per row of logits [B, VOCAB], by Gumbel's trick; temperature 0 takes the best."""
+    """One token per row of logits [B, VOCAB]; temperature 0 takes the best."""
+    choice = logits.argmax(-1)
     hot = temperature > 0
     if hot.any():
-        noise = torch.empty(int(hot.sum()), VOCAB).exponential_(generator=rng).log_()
-        logits[hot] = logits[hot] / temperature[hot, None] - noise
-    return logits.argmax(-1)
+        # Of a sum over all tokens, the one in which a random share of it falls.
+        sums = (logits[hot] / temperature[hot, None]).softmax(-1).cumsum_(-1)
+        share = torch.rand(len(sums), 1, generator=rng) * sums[:, -1:]
+        choice[hot] = torch.searchsorted(sums, share, right=True)[:, 0].clamp_(max=VOCAB - 1)
+    return choice
 
 
 def compose_requests(
@@ -178,12 +181,21 @@ def own_conversations(
     temperatures: tuple[float, ...],
     seed: int,
     layers: tuple[int, ...] = (),
+    openings: Sequence[str] = ("",),
 ) -> list[Sample]:
-    """Conversations of which the target wrote both turns; a twentieth is marked as held out."""
+    """Conversations of which the target wrote both turns; a twentieth is marked as held out.
+
+    The user's words begin with one of the `openings`.
+    """
     rng = random.Random(seed)
     opening = chat.before_user
     requests = [
-        Request(ids=opening, temperature=rng.choice(USER_TEMPERATURES), cls="own", split="train")
+        Request(
+            ids=opening + chat.words(rng.choice(openings)),
+            temperature=rng.choice(USER_TEMPERATURES),
+            cls="own",
+            split="train",
+        )
         for _ in range(batch + batch // 4)  # some turns will be dropped
     ]
     answers: dict[str, Request] = {}
@@ -207,6 +219,26 @@ def own_conversations(
         if sample["split"] == "train":
             sample["start"] = len(opening)
     return samples
+
+
+def quoting(
+    target: Target,
+    chat: Chat,
+    sources: list[Sample],
+    batch: int,
+    limit: int,
+    temperatures: tuple[float, ...],
+    seed: int,
+) -> list[Sample]:
+    """Conversations in which the user quotes an answer of `sources` and wants it reworked."""
+    rng = random.Random(seed)
+    prompts: list[Prompt] = []
+    while len(prompts) < batch:
+        text = quote(chat.answer(rng.choice(sources)["ids"].tolist()), rng)
+        if text is not None:
+            prompts.append(Prompt(prompt=text, cls="quote", split="train"))
+    requests = compose_requests(chat, prompts, temperatures, seed)
+    return generate(target, requests, limit, seed + 1)
 
 
 def sample_chunks(folder: Path, makers: list[Callable[[], list[Sample]]]) -> None:

@@ -211,7 +211,9 @@ RULES: dict[str, list[str]] = {
     "sentence": ["{subject} {act} {time}."] * 5 + ["{comment}"] * 4,
     "person": ["{name}; {number}; {city}; {job}"],
     "rework": _words(
-        """Copy this text word for word:|Say this in plain language:|Make this sound more
+        """Copy this text word for word:|Repeat this exactly as it is:|
+        Type this out again, unchanged:|Check this for mistakes and write it out in full:|Quote
+        this:|Write all of this again, with another name for the main thing in it:|Say this in plain language:|Make this sound more
         official:|Correct the spelling and grammar of this text, if anything is wrong:|What is
         the gist of this, in one sentence?|List the main points:|Put this into the future tense:|
         Tell this as if you had been there:|Make this funnier:|Cut this to half its length:|Give
@@ -219,6 +221,14 @@ RULES: dict[str, list[str]] = {
         sentence on a line of its own:|Rephrase this:|Print this text in upper case:|Who does what
         in this text? Answer with quotes:|Improve the flow and show the whole text:|Add one
         sentence at the end and print everything:"""
+    ),
+    "recode": _words(
+        """Show this code again:|Print the whole code once more, with a comment above each line:|
+        Give the function a better name and print all of the code:|Add a docstring and show the
+        complete code:|Rename one of the variables in this code, and leave the rest as it is:|
+        Fix this code if it needs fixing, and print it in full:|Copy this code, then add a call of
+        it at the end:|Explain this code:|Write this code a little shorter:|Replace all double
+        quotes in this code by single ones:|Change a number in this code and print it:"""
     ),
     "relist": _words(
         """Number these items|Put these in alphabetical order|Write these as a bulleted list|Turn

@@ -16,15 +16,27 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ops import attend, rope_tables, rotate
-from quantize import dequantize
+from quantize import dequantize, rounded
 from target import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, ROPE_THETA
 
 INTERMEDIATE = 2048
 EPS = 1e-6  # not the target's
 
 
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias=False)
+class Linear(nn.Linear):
+    """A matrix that may compute as if it were quantized already, and learns all the same."""
+
+    quantized = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.quantized:
+            return F.linear(x, self.weight)
+        # The value of the rounded weight with the gradient of the weight itself.
+        return F.linear(x, self.weight + (rounded(self.weight) - self.weight).detach())
+
+
+def _linear(inputs: int, outputs: int) -> Linear:
+    return Linear(inputs, outputs, bias=False)
 
 
 class Attention(nn.Module):
@@ -87,6 +99,12 @@ class Head(nn.Module):
         self.fc = _linear(2 * HIDDEN, HIDDEN)
         self.layers = nn.ModuleList([Layer()])
         self.norm = nn.RMSNorm(HIDDEN, EPS)
+
+    def quantize(self, on: bool) -> None:
+        """Whether all matrices compute as they will once they are exported with 4 bits."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.quantized = on
 
     def fuse(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         """Two tensors [B, n, HIDDEN] -> the layer's input, f32 [B, n, HIDDEN]."""

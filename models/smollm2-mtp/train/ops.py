@@ -28,8 +28,8 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Grouped-query attention.
 
-    q [B, n, heads, D]; k and v [B, kv_heads, T, D]; mask bool, broadcastable to [B, 1, n, T],
-    true where a query may look. Returns [B, n, heads * D].
+    q [B, n, heads, D]; k and v [B, kv_heads, T, D]; mask broadcastable to [B, 1, n, T], bool and
+    true where a query may look, or a bias of k's dtype. Returns [B, n, heads * D].
     """
     batch, n, heads, dims = q.shape
     kv_heads = k.shape[1]

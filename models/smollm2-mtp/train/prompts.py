@@ -59,6 +59,22 @@ UNSEEN: list[tuple[str, str]] = [
 ]
 
 
+# How a user's words may begin; the target goes on from there. The empty one leaves all to it.
+OPENINGS: list[str] = [
+    "", "", "", "", "", "", "", "", "", "",
+    "Write a story about", "Write a poem", "Write a letter", "Write an email to", "Write a short",
+    "Tell me a story", "Tell me about", "Explain how", "Explain why", "Explain the", "Describe a",
+    "Describe the", "What is the difference between", "What are the", "What is", "What would happen",
+    "Why do", "Why is", "How do", "How can I", "How does", "Give me some", "Give me a list of",
+    "List the", "Compare", "Imagine", "Who was", "Should I", "Can you explain", "I need advice",
+    "Summarize", "Help me plan", "Create a", "In your opinion,",
+    "Write a Python function", "Write a Python program", "Write a Python class", "Write a function",
+    "Write a JavaScript", "Write a C++ program", "Write a Java class", "Write an SQL query",
+    "Write an HTML page", "Write a bash script", "Write code that", "Implement a", "In Python,",
+    "How do I use", "Fix this code:", "Create a REST API",
+]  # fmt: skip
+
+
 def expand(form: str, rng: random.Random) -> str:
     """Replace each {rule} by a random form of that rule, and so on inside."""
 
@@ -72,6 +88,22 @@ def expand(form: str, rng: random.Random) -> str:
 def _passage(rng: random.Random) -> str:
     sentences = [expand("{sentence}", rng) for _ in range(rng.randint(2, 7))]
     return " ".join(s[0].upper() + s[1:] for s in sentences)
+
+
+def quote(text: str, rng: random.Random) -> str | None:
+    """A request to rework a part of `text`, of its first block of code if it has one."""
+    if text.count("```") >= 2:
+        code = text.split("```")[1].partition("\n")[2].strip("\n")
+        return expand("{recode}", rng) + "\n\n" + code if 60 < len(code) < 700 else None
+    sentences = re.split(r"(?<=[.!?:])(?=\s)", text)
+    first = rng.randrange(max(1, len(sentences) // 2))
+    passage = ""
+    for sentence in sentences[first:-1]:  # the last one may be cut short
+        if len(passage) + len(sentence) > 700 or (len(passage) > 200 and rng.random() < 0.25):
+            break
+        passage += sentence
+    passage = passage.strip()
+    return expand("{rework}", rng) + "\n\n" + passage if len(passage) > 100 else None
 
 
 def _copy(rng: random.Random) -> str:

@@ -26,13 +26,14 @@ from data import (
     generate,
     load,
     own_conversations,
+    quoting,
     sample_chunks,
 )
 from evaluate import report
 from export import export
 from head import Head, load_snapshot
 from initial import initial_head
-from prompts import compose
+from prompts import OPENINGS, compose
 from target import Target, Weights, load_weights
 from tokens import Chat
 from train import PHASES, Phase, run_phase
@@ -52,6 +53,7 @@ class Budget:
     limit: int
     own_chunks: int
     own_limit: int
+    quoting_chunks: int
     eval_batch: int
     eval_limit: int
     initial: int  # conversations that the starting head is fitted to
@@ -61,11 +63,12 @@ class Budget:
 
 
 FULL = Budget(
-    prompts=dict(chat=1560, code=450, copy=690),
+    prompts=dict(chat=600, code=600, copy=600),
     batch=160,
     limit=256,
-    own_chunks=8,
+    own_chunks=20,
     own_limit=224,
+    quoting_chunks=8,
     eval_batch=100,
     eval_limit=128,
     initial=60,
@@ -81,6 +84,7 @@ SMOKE = replace(
     limit=24,
     own_chunks=1,
     own_limit=24,
+    quoting_chunks=1,
     eval_batch=30,
     eval_limit=12,
     initial=6,
@@ -89,25 +93,43 @@ SMOKE = replace(
 )
 
 
-def sample_all(run: Path, budget: Budget, fast: Target, exact: Target, seed: int) -> None:
-    """Fill run/composed, run/own and run/eval.
+def sample_all(
+    run: Path, budget: Budget, started: bool, fast: Target, exact: Target, seed: int
+) -> None:
+    """Fill run/own, run/quoting, run/composed and run/eval.
+
+    A head that was `started` elsewhere has learned from composed conversations already.
 
     Training data may be sampled in `fast` arithmetic. What is measured comes from `exact`, because
     a held-out answer must be what the target really says.
     """
     chat = Chat()
+    own = partial(
+        own_conversations,
+        fast,
+        chat,
+        budget.batch,
+        budget.own_limit,
+        OWN_TEMPERATURES,
+        openings=OPENINGS,
+    )
+    # Each call uses two seeds, and no two calls may share one.
+    seeds = range(seed + 1000, seed + 1000 + 2 * budget.own_chunks, 2)
+    sample_chunks(run / "own", [partial(own, s) for s in seeds])
+    sources = [s for s in load(run / "own") if s["split"] == "train"]
+    quotes = partial(
+        quoting, fast, chat, sources, budget.batch, budget.limit, COMPOSED_TEMPERATURES
+    )
+    seeds = range(seed + 2000, seed + 2000 + 2 * budget.quoting_chunks, 2)
+    sample_chunks(run / "quoting", [partial(quotes, s) for s in seeds])
     prompts = compose(budget.prompts, seed)
-    training = [p for p in prompts if p["split"] == "train"]
+    training = [p for p in prompts if p["split"] == "train" and not started]
     requests = compose_requests(chat, training, COMPOSED_TEMPERATURES, seed)
     chunks = chunked(requests, budget.batch, seed)
     sample_chunks(
         run / "composed",
         [partial(generate, fast, c, budget.limit, seed + i) for i, c in enumerate(chunks)],
     )
-    own = partial(own_conversations, fast, chat, budget.batch, budget.own_limit, OWN_TEMPERATURES)
-    # Each call uses two seeds, and none may be one of those above.
-    seeds = range(seed + 1000, seed + 1000 + 2 * budget.own_chunks, 2)
-    sample_chunks(run / "own", [partial(own, s) for s in seeds])
     held = [p for p in prompts if p["split"] != "train"]
     chunks = chunked(compose_requests(chat, held, (0.0,), seed), budget.eval_batch, seed)
     sample_chunks(run / "eval", [partial(generate, exact, c, budget.eval_limit, 0) for c in chunks])
@@ -121,28 +143,45 @@ def training_samples(phase: Phase, composed: list[Sample], own: list[Sample]) ->
 
 
 def train(
-    run: Path, budget: Budget, weights: Weights, target: Target, dtype: torch.dtype
+    run: Path,
+    budget: Budget,
+    start: Path | None,
+    weights: Weights,
+    target: Target,
+    dtype: torch.dtype,
 ) -> tuple[Head, torch.Tensor]:
-    """Train on what was sampled; returns the head and its draft vocabulary."""
+    """Train on what was sampled; returns the head and its draft vocabulary.
+
+    From the exported head `start` only the last phase is left.
+    """
     composed = list(load(run / "composed"))
     own = [s for s in load(run / "own") if s["split"] == "train"]
-    vocabulary = draft_vocabulary(composed + own, budget.vocabulary)
-    head = initial_head(weights, target, composed[: budget.initial])
-    for phase in budget.phases:
+    own += load(run / "quoting")
+    if start:
+        head, vocabulary = load_snapshot(start)
+        head.requires_grad_(True)
+        phases = budget.phases[-1:]
+    else:
+        vocabulary = draft_vocabulary(composed + own, budget.vocabulary)
+        head = initial_head(weights, target, composed[: budget.initial])
+        phases = budget.phases
+    for phase in phases:
         samples = training_samples(phase, composed, own)
         print(f"Phase {phase.name}: {len(samples)} conversations, {phase.steps} steps", flush=True)
         run_phase(phase, head, samples, target, vocabulary, run / f"{phase.name}.pt", dtype)
     return head, vocabulary
 
 
-def execute(run: Path, budget: Budget, dtype: torch.dtype, seed: int) -> None:
+def execute(
+    run: Path, budget: Budget, start: Path | None, dtype: torch.dtype, seed: int
+) -> None:
     """Everything, from the first sampled token to the measured heads."""
     weights = load_weights()
     exact = Target(weights)
     fast = exact if dtype == torch.float32 else Target(weights, dtype)
     print(f"Sampling conversations into {run}", flush=True)
-    sample_all(run, budget, fast, exact, seed)
-    head, vocabulary = train(run, budget, weights, fast, dtype)
+    sample_all(run, budget, start is not None, fast, exact, seed)
+    head, vocabulary = train(run, budget, start, weights, fast, dtype)
 
     chat = Chat()
     held = [p for p in compose(budget.prompts, seed) if p["split"] == "held"]
@@ -173,6 +212,13 @@ def main() -> int:
         "--run", type=Path, help="folder for all results (default: runs/full beside this file)"
     )
     parser.add_argument(
+        "--start",
+        type=Path,
+        metavar="HEAD",
+        help="go on training this exported head (bf16/) instead of a computed one; only the last "
+        "phase is run",
+    )
+    parser.add_argument(
         "--dtype",
         choices=DTYPES,
         default="bf16",
@@ -189,10 +235,10 @@ def main() -> int:
     if arguments.smoke and arguments.run is None:
         # A folder that is new every time: what is done already would not be done again.
         with tempfile.TemporaryDirectory(prefix="smollm2-mtp-") as folder:
-            execute(Path(folder), budget, dtype, arguments.seed)
+            execute(Path(folder), budget, arguments.start, dtype, arguments.seed)
     else:
         run = arguments.run or RUN
-        execute(run, budget, dtype, arguments.seed)
+        execute(run, budget, arguments.start, dtype, arguments.seed)
         print(f"The heads are in {run / 'bf16'} and {run / '4bit'}.")
     return 0
 

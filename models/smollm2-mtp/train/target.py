@@ -100,6 +100,8 @@ class Target:
         """
         batch, n = tokens.shape
         end = column + n
+        # Turned into a bias once; attention would do so in every layer.
+        bias = torch.zeros(mask.shape, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
         x = self.embedding[tokens]
         tables = rope_tables(positions, HEAD_DIM, ROPE_THETA)
         for i, w in enumerate(self.layers):
@@ -110,7 +112,7 @@ class Target:
             keys[rows, :, column:end] = rotate(k, tables).transpose(1, 2).to(self.dtype)
             values[rows, :, column:end] = v.transpose(1, 2).to(self.dtype)
             q = rotate(q, tables)
-            mixed = attend(q, keys[rows, :, :end], values[rows, :, :end], mask)
+            mixed = attend(q, keys[rows, :, :end], values[rows, :, :end], bias)
             x = x + self._linear(mixed, w["attn_output"]).float()
             h = F.rms_norm(x, (HIDDEN,), w["ffn_norm"], EPS)
             gate, up = self._linear(h, w["gate_up"]).chunk(2, -1)

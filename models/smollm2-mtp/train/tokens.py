@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from target import MODEL_PATH
 
-EOS = 2  # <|im_end|>
+BEGIN, EOS = 1, 2  # <|im_start|> and <|im_end|>
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 _CONTROL = 3  # the GGUF token type of special tokens
 
@@ -37,15 +37,22 @@ class Chat:
     def __init__(self) -> None:
         self.tokenizer = load_tokenizer()
         # Up to the point where a user's words begin, and from where they end.
-        self.before_user = self._ids(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")
-        self.after_user = self._ids("<|im_end|>\n<|im_start|>assistant\n")
+        self.before_user = self.words(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")
+        self.after_user = self.words("<|im_end|>\n<|im_start|>assistant\n")
 
-    def _ids(self, text: str) -> list[int]:
+    def words(self, text: str) -> list[int]:
+        """The ids of `text` alone."""
         return self.tokenizer.encode(text).ids
 
     def prompt(self, user: str) -> list[int]:
         """The ids of a conversation that waits for the assistant's first words."""
-        return self.before_user + self._ids(user) + self.after_user
+        return self.before_user + self.words(user) + self.after_user
 
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)
+
+    def answer(self, ids: list[int]) -> str:
+        """What the assistant says last in a conversation."""
+        opening = self.after_user[self.after_user.index(BEGIN) :]
+        begin = len(ids) - 1 - ids[::-1].index(BEGIN)
+        return self.text(ids[begin + len(opening) :])
