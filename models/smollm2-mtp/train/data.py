@@ -233,10 +233,14 @@ def quoting(
     """Conversations in which the user quotes an answer of `sources` and wants it reworked."""
     rng = random.Random(seed)
     prompts: list[Prompt] = []
-    while len(prompts) < batch:
+    for _ in range(50 * batch):  # many an answer has nothing to quote
+        if len(prompts) == batch:
+            break
         text = quote(chat.answer(rng.choice(sources)["ids"].tolist()), rng)
         if text is not None:
             prompts.append(Prompt(prompt=text, cls="quote", split="train"))
+    if not prompts:
+        return []
     requests = compose_requests(chat, prompts, temperatures, seed)
     return generate(target, requests, limit, seed + 1)
 

@@ -1,7 +1,7 @@
 """Golden drafts: what the head proposes along fixed greedy continuations.
 
 The stored ids are teacher-forced when drafts are compared, because the target's greedy margins are
-tight (the closest call between the first two tokens is 0.0009): other arithmetic may decide
+tight (the closest call between the first two tokens is 0.00009): other arithmetic may decide
 differently there, and then everything after it would differ for no fault of the head's.
 """
 
