@@ -275,17 +275,16 @@ impl Drafting {
                 return false;
             }
         };
-        if let (Some(rows), Some(more)) = (&mut self.rows, other.rows.take()) {
-            if let Err(error) = rows.append(more) {
-                // An instance that panicked, or lost count, is not as it was.
-                let is_sound =
-                    error.code() != FaultCode::PANICKED && rows.counted() == rows.count();
-                other.give_up(error.message());
-                if !is_sound {
-                    self.give_up(error.message());
-                }
-                return false;
+        if let (Some(rows), Some(more)) = (&mut self.rows, other.rows.take())
+            && let Err(error) = rows.append(more)
+        {
+            // An instance that panicked, or lost count, is not as it was.
+            let is_sound = error.code() != FaultCode::PANICKED && rows.counted() == rows.count();
+            other.give_up(error.message());
+            if !is_sound {
+                self.give_up(error.message());
             }
+            return false;
         }
         self.unopened.append(&mut other.unopened);
         self.untold = untold;
