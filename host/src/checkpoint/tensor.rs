@@ -12,6 +12,9 @@ use memmap2::Mmap;
 use super::gguf;
 use crate::error::LoadError;
 
+/// Bytes that are copied between two times that the file's pages are given back.
+const PIECE: usize = 4 << 20;
+
 /// The element types a [`TensorData`] can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -102,8 +105,13 @@ impl TensorData {
         assert_eq!(out.len(), self.len());
         match &self.contents {
             Contents::Stored(bytes) => {
-                out.copy_from_slice(bytes);
-                bytes.release();
+                // In pieces: no more than one of them is in memory twice.
+                for (nth, out) in out.chunks_mut(PIECE).enumerate() {
+                    if let Some(piece) = bytes.slice(nth * PIECE..nth * PIECE + out.len()) {
+                        out.copy_from_slice(&piece);
+                        piece.release();
+                    }
+                }
             }
             Contents::Converted(tensor) => tensor.write_to(self.dtype, out),
         }

@@ -9,21 +9,20 @@ use crate::model::TargetHandle;
 use crate::plugin::{Draft, Drafter, Progress, Rows};
 use crate::prefix::Entry;
 
-use super::unopened::Unopened;
 use super::untold::Untold;
+use super::waiting::Waiting;
 
 /// The drafting of a group: going on, or given up.
 ///
-/// The drafter hears of rows and of what happens to them when it is to draft, not before: following costs it passes
-/// of its own, and while drafts do not pay they would be for nothing.
+/// The drafter hears of prompts and of rounds without drafts when it is to draft, not before: following costs it
+/// passes of its own, and while drafts do not pay they would be for nothing.
 #[derive(Default)]
 pub(super) struct Drafting {
     drafter: Option<Rc<Drafter>>,
-    target: Option<Rc<TargetHandle>>,
-    /// The rows that the drafter has heard of, if there are any.
+    /// The rows whose prompts the drafter has heard of, if there are any.
     rows: Option<Rows>,
     /// Those after them, in order.
-    unopened: Vec<Unopened>,
+    waiting: Vec<Waiting>,
     /// Rounds that the drafter has not been told of.
     untold: Untold,
     /// Tokens that it was told of before the last draft, beyond those of the round before.
@@ -36,14 +35,16 @@ impl Drafting {
         Self::default()
     }
 
-    /// For the rows of a new group.
-    pub fn new(drafter: &Rc<Drafter>, target: &Rc<TargetHandle>, specs: Vec<RowSpec>) -> Self {
-        Self {
+    /// Opens rows for a new group.
+    pub fn open(drafter: &Rc<Drafter>, target: &Rc<TargetHandle>, specs: &[RowSpec]) -> Self {
+        let mut drafting = Self {
             drafter: Some(drafter.clone()),
-            target: Some(target.clone()),
-            unopened: vec![Unopened::new(specs)],
             ..Self::default()
-        }
+        };
+        let rows = drafter.open(target, specs);
+        let rows = drafting.survive(rows);
+        drafting.waiting.extend(rows.map(Waiting::new));
+        drafting
     }
 
     /// Opens a row that goes on from an entry.
@@ -73,7 +74,6 @@ impl Drafting {
         }
         Ok(Self {
             drafter: Some(drafter.clone()),
-            target: Some(target.clone()),
             rows: Some(rows),
             ..Self::default()
         })
@@ -188,8 +188,8 @@ impl Drafting {
 
     /// A part of the prompts was processed.
     pub fn prefill(&mut self, progress: &Progress<'_>) {
-        if let Some(unopened) = self.unopened.last_mut() {
-            unopened.push(progress);
+        if let Some(waiting) = self.waiting.last_mut() {
+            waiting.push(progress);
             self.tell_if_much();
         } else {
             self.call(|rows| rows.prefill(progress));
@@ -210,7 +210,7 @@ impl Drafting {
     }
 
     fn tell_if_much(&mut self) {
-        let prompts = self.unopened.iter().map(Unopened::bytes).sum();
+        let prompts = self.waiting.iter().map(Waiting::bytes).sum();
         if self.untold.is_much(prompts) {
             self.tell();
         }
@@ -223,16 +223,13 @@ impl Drafting {
     }
 
     fn try_to_tell(&mut self) -> Result<usize> {
-        let (Some(drafter), Some(target)) = (&self.drafter, &self.target) else {
-            return Ok(0);
-        };
         let mut count = 0;
-        for unopened in std::mem::take(&mut self.unopened) {
-            count += unopened.tokens();
-            let opened = unopened.open(drafter, target)?;
+        for waiting in std::mem::take(&mut self.waiting) {
+            count += waiting.tokens();
+            let told = waiting.told()?;
             match &mut self.rows {
-                Some(rows) => rows.append(opened)?,
-                None => self.rows = Some(opened),
+                Some(rows) => rows.append(told)?,
+                None => self.rows = Some(told),
             }
         }
         for piece in self.untold.take()? {
@@ -246,7 +243,7 @@ impl Drafting {
 
     /// Tokens that a draft would have to wait for: the drafter is to be told of them first.
     pub fn behind(&self) -> usize {
-        self.untold.tokens() + self.unopened.iter().map(Unopened::tokens).sum::<usize>()
+        self.untold.tokens() + self.waiting.iter().map(Waiting::tokens).sum::<usize>()
     }
 
     /// How many tokens the last draft had to wait for.
@@ -286,19 +283,19 @@ impl Drafting {
             }
             return false;
         }
-        self.unopened.append(&mut other.unopened);
+        self.waiting.append(&mut other.waiting);
         self.untold = untold;
         true
     }
 
-    /// Rows that the drafter has heard of.
-    fn opened(&self) -> usize {
+    /// Rows whose prompts the drafter has heard of.
+    fn known(&self) -> usize {
         self.rows.as_ref().map_or(0, Rows::count)
     }
 
     /// All rows.
     fn count(&self) -> usize {
-        self.opened() + self.unopened.iter().map(Unopened::rows).sum::<usize>()
+        self.known() + self.waiting.iter().map(Waiting::count).sum::<usize>()
     }
 
     /// Keeps the given rows.
@@ -311,21 +308,22 @@ impl Drafting {
 
     fn try_to_filter(&mut self, keep: &[u32]) -> Result<()> {
         self.untold = self.untold.filtered(keep)?;
-        let mut begin = self.opened() as u32;
+        let mut begin = self.known() as u32;
         let (first, mut rest) = keep.split_at(keep.partition_point(|&row| row < begin));
         match &mut self.rows {
             _ if first.is_empty() => self.rows = None,
             Some(rows) if first.len() < begin as usize => rows.filter(first)?,
             _ => {}
         }
-        for unopened in std::mem::take(&mut self.unopened) {
-            let end = begin + unopened.rows() as u32;
+        for mut waiting in std::mem::take(&mut self.waiting) {
+            let end = begin + waiting.count() as u32;
             let (mine, others) = rest.split_at(rest.partition_point(|&row| row < end));
             let mine: Vec<u32> = mine.iter().map(|row| row - begin).collect();
-            if mine.len() == unopened.rows() {
-                self.unopened.push(unopened);
-            } else if !mine.is_empty() {
-                self.unopened.push(unopened.filtered(&mine)?);
+            if !mine.is_empty() {
+                if mine.len() < waiting.count() {
+                    waiting.filter(&mine)?;
+                }
+                self.waiting.push(waiting);
             }
             (begin, rest) = (end, others);
         }

@@ -50,16 +50,15 @@ impl Group {
         mut rows: Vec<Row>,
     ) -> Self {
         let specs: Vec<_> = rows.iter().map(Row::spec).collect();
-        let count = rows.len();
         rows.iter_mut().for_each(Row::begin);
         Self {
             caches: target.model().new_caches(),
             drafting: match &method.drafter {
-                Some(drafter) => Drafting::new(drafter, &target, specs),
+                Some(drafter) => Drafting::open(drafter, &target, &specs),
                 None => Drafting::none(),
             },
             rows,
-            firsts: vec![None; count],
+            firsts: vec![None; specs.len()],
             method,
             store,
             target,

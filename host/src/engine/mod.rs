@@ -15,8 +15,8 @@ mod scheduler;
 mod stats;
 mod thread;
 mod totals;
-mod unopened;
 mod untold;
+mod waiting;
 
 pub use depth::Costs;
 pub use group::Group;

@@ -179,6 +179,8 @@ int mlxhost_settle(
     char* error,
     size_t error_room) {
   constexpr size_t line = 64;
+  // What is moved before its old place is given back: more of it would be in memory twice.
+  constexpr size_t at_once = 4 << 20;
   const auto rounded = [](size_t bytes) { return (bytes + line - 1) / line * line; };
   const auto movable = [](const mx::array& array) {
     return array.is_available() && array.flags().row_contiguous && array.nbytes() > 0;
@@ -192,6 +194,7 @@ int mlxhost_settle(
     mx::array block(0.0f);
     size_t used = 0;
     size_t room = 0;
+    size_t moved = 0;
     for (size_t i = 0; i < count; ++i) {
       auto& array = *static_cast<mx::array*>(handles[i]);
       if (!movable(array)) {
@@ -199,7 +202,6 @@ int mlxhost_settle(
       }
       const size_t bytes = rounded(array.nbytes());
       if (room - used < bytes) {
-        give_back();
         const size_t wanted = std::max(bytes, std::min(left, block_bytes)) + line;
         block = allocate({static_cast<int>((wanted + line - 1) / line), static_cast<int>(line)}, mx::uint8);
         char* data = block.data<char>();
@@ -224,6 +226,11 @@ int mlxhost_settle(
           array.data_size(),
           static_cast<int64_t>(used / array.itemsize()));
       used += bytes;
+      moved += bytes;
+      if (moved >= at_once) {
+        give_back();
+        moved = 0;
+      }
     }
     give_back();
     return 0;

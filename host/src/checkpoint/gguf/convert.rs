@@ -9,6 +9,7 @@
 //! power of two are exact, unless `d` is so large that they overflow. A tensor with such a one has f32.
 
 use std::num::NonZero;
+use std::ops::Range;
 use std::sync::{LazyLock, Mutex};
 use std::thread;
 
@@ -18,7 +19,7 @@ use crate::checkpoint::{Bytes, Contents, DType, TensorData};
 
 /// Values in a block, and so the group size.
 pub(super) const BLOCK: usize = 32;
-/// Output bytes that a thread takes at a time; less is not worth a second thread.
+/// Bytes of rows, read or written, that a thread takes at a time; less is not worth a second thread.
 const SHARE: usize = 1 << 18;
 const MAX_THREADS: usize = 8;
 
@@ -203,13 +204,19 @@ impl Converted {
     /// Converts to a type. Uses the cores there are for a large tensor.
     pub(crate) fn write_to(&self, dtype: DType, out: &mut [u8]) {
         let row_in = self.kind.row_bytes(self.cols).unwrap_or(0);
-        for_rows(out, self.width() * dtype.size(), |row, out| {
-            let start = self.source_row(row) * row_in;
-            if let Some(blocks) = self.source.get(start..start + row_in) {
-                self.convert_row(dtype, blocks, out);
+        let row_out = self.width() * dtype.size();
+        for_rows(out, row_out, row_in, |rows, out| {
+            for (row, out) in rows.clone().zip(out.chunks_exact_mut(row_out)) {
+                let start = self.source_row(row) * row_in;
+                if let Some(blocks) = self.source.get(start..start + row_in) {
+                    self.convert_row(dtype, blocks, out);
+                }
+            }
+            // Rows of a head may lie elsewhere in it: then some pages are read once more.
+            if let Some(done) = self.source.slice(rows.start * row_in..rows.end * row_in) {
+                done.release();
             }
         });
-        self.source.release();
     }
 
     /// The row of the file that holds row `row` of the model.
@@ -292,12 +299,17 @@ fn pack(word: u64) -> u32 {
     (word | word >> 16) as u32
 }
 
-/// Calls `each` with the number and the bytes of every row of `out`, on several threads if it is large.
-fn for_rows(out: &mut [u8], row_bytes: usize, each: impl Fn(usize, &mut [u8]) + Sync) {
+/// Calls `each` with rows of `out`, their numbers and bytes, on several threads if it is large.
+fn for_rows(
+    out: &mut [u8],
+    row_bytes: usize,
+    source_row_bytes: usize,
+    each: impl Fn(Range<usize>, &mut [u8]) + Sync,
+) {
     if row_bytes == 0 {
         return;
     }
-    let rows_a_share = (SHARE / row_bytes).max(1);
+    let rows_a_share = (SHARE / row_bytes.max(source_row_bytes)).max(1);
     // Asked once: it reads files.
     static CORES: LazyLock<usize> =
         LazyLock::new(|| thread::available_parallelism().map_or(1, NonZero::get));
@@ -310,9 +322,8 @@ fn for_rows(out: &mut [u8], row_bytes: usize, each: impl Fn(usize, &mut [u8]) + 
     let next = || shares.lock().ok().and_then(|mut shares| shares.next());
     let work = || {
         while let Some((nth, share)) = next() {
-            for (row, out) in share.chunks_exact_mut(row_bytes).enumerate() {
-                each(nth * rows_a_share + row, out);
-            }
+            let first = nth * rows_a_share;
+            each(first..first + share.len() / row_bytes, share);
         }
     };
     thread::scope(|scope| {
@@ -427,8 +438,10 @@ mod tests {
     fn every_row_is_converted_once_at_any_size() {
         for (rows, row_bytes) in [(0, 3), (1, 1), (1000, 7), (5, SHARE + 1), (4099, 1024)] {
             let mut out = vec![0u8; rows * row_bytes];
-            for_rows(&mut out, row_bytes, |row, out| {
-                out.iter_mut().for_each(|o| *o += row as u8)
+            for_rows(&mut out, row_bytes, 100, |rows, out| {
+                for (row, out) in rows.zip(out.chunks_exact_mut(row_bytes)) {
+                    out.iter_mut().for_each(|o| *o += row as u8);
+                }
             });
             let rows = out.chunks_exact(row_bytes).enumerate();
             assert!(
