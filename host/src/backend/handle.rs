@@ -79,11 +79,6 @@ impl Handle {
     pub fn array(&self) -> &Array {
         &self.array
     }
-
-    /// The array alone.
-    pub fn into_array(self) -> Array {
-        self.array
-    }
 }
 
 impl From<Array> for Handle {

@@ -174,6 +174,18 @@ impl Checkpoint {
         self.gguf.as_ref()
     }
 
+    /// Says that no tensor is needed soon: pages of files do not count as memory of this process then. They can be
+    /// read again.
+    pub fn release(&self) {
+        for entry in self.tensors.values() {
+            match entry {
+                Entry::Stored(tensor) => tensor.release(),
+                Entry::Converted(tensor) => tensor.source.release(),
+                Entry::Refused { .. } => {}
+            }
+        }
+    }
+
     /// Bytes of all tensors together, as [`Checkpoint::tensor`] gives them; where only reading them tells,
     /// what is usual.
     pub fn bytes(&self) -> u64 {

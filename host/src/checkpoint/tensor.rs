@@ -117,6 +117,14 @@ impl TensorData {
         }
     }
 
+    /// Says that it is not needed soon.
+    pub(crate) fn release(&self) {
+        match &self.contents {
+            Contents::Stored(bytes) => bytes.release(),
+            Contents::Converted(tensor) => tensor.source.release(),
+        }
+    }
+
     /// All elements.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut out = vec![0; self.len()];

@@ -80,6 +80,7 @@ impl Model {
     ) -> Result<Self> {
         let name = checkpoint.path().to_string_lossy().into_owned();
         let is_gguf = checkpoint.gguf().is_some();
+        let files = checkpoint.clone();
         let checkpoint = Rc::new(backend::share_checkpoint(checkpoint));
         let config = checkpoint.config()?;
         let model_type = config.str("model_type")?.to_owned();
@@ -106,6 +107,7 @@ impl Model {
         let decoder = decoder.storing(kv)?;
         let tensors = decoder.tensors();
         Tensor::eval_all(&tensors)?;
+        files.release();
         backend::settle(&tensors)?;
         let weight_bytes = tensors.iter().map(|t| t.bytes()).sum();
         let facts = TargetFacts {

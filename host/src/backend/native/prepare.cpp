@@ -58,6 +58,20 @@ void give_back() {
 #endif
 }
 
+// The element types, in the order of mlx-c's enumeration.
+const mx::Dtype dtypes[] = {
+    mx::bool_, mx::uint8, mx::uint16, mx::uint32, mx::uint64, mx::int8, mx::int16,
+    mx::int32, mx::int64, mx::float16, mx::float32, mx::float64, mx::bfloat16, mx::complex64};
+
+// A cache line.
+constexpr size_t line = 64;
+
+// An array of at least as many bytes lies in pages of its own, and is never moved.
+constexpr size_t large = 4 << 20;
+
+// What is moved before the old places are given back: it is in memory twice, and giving back takes long.
+constexpr size_t at_once = 12 << 20;
+
 mx::array allocate(mx::Shape shape, mx::Dtype dtype) {
   size_t bytes = mx::size_of(dtype);
   for (auto length : shape) {
@@ -65,6 +79,53 @@ mx::array allocate(mx::Shape shape, mx::Dtype dtype) {
   }
   return mx::array(mx::allocator::malloc(bytes), std::move(shape), dtype);
 }
+
+// Bytes in large pages where the system has them.
+struct Block {
+  mx::array bytes{0.0f};
+  // The next free byte, at the start of a cache line.
+  size_t used = 0;
+
+  Block() = default;
+
+  explicit Block(size_t wanted)
+      : bytes(allocate({static_cast<int>(wanted / line + 2), static_cast<int>(line)}, mx::uint8)) {
+    const auto data = reinterpret_cast<uintptr_t>(bytes.data<char>());
+    used = (line - data % line) % line;
+#ifdef __linux__
+    // Advice only: without large pages everything works as well, and slower. Of whole pages.
+    constexpr uintptr_t page = 4096;
+    const uintptr_t start = (data + page - 1) / page * page;
+    const uintptr_t end = (data + bytes.nbytes()) / page * page;
+    if (end > start) {
+      madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+    }
+#endif
+  }
+
+  size_t room() const {
+    return bytes.nbytes() - used;
+  }
+
+  // Makes `array` a row-contiguous one that lies here.
+  void place(mx::array& array) {
+    mx::Strides strides(array.ndim());
+    int64_t stride = 1;
+    int wide = 0;
+    for (int axis = array.ndim() - 1; axis >= 0; --axis) {
+      strides[axis] = stride;
+      stride *= array.shape(axis);
+      wide += array.shape(axis) > 1;
+    }
+    array.copy_shared_buffer(
+        bytes,
+        strides,
+        mx::array::Flags{true, true, wide <= 1},
+        array.size(),
+        static_cast<int64_t>(used / array.itemsize()));
+    used += (array.nbytes() + line - 1) / line * line;
+  }
+};
 
 } // namespace
 
@@ -104,9 +165,6 @@ int mlxhost_prepare(
     size_t output_count,
     char* error,
     size_t error_room) {
-  static const mx::Dtype dtypes[] = {
-      mx::bool_, mx::uint8, mx::uint16, mx::uint32, mx::uint64, mx::int8, mx::int16,
-      mx::int32, mx::int64, mx::float16, mx::float32, mx::float64, mx::bfloat16, mx::complex64};
   try {
     std::vector<mx::array> pending;
     for (size_t i = 0; i < input_count; ++i) {
@@ -169,21 +227,55 @@ int mlxhost_prepare(
   }
 }
 
+// A new array to be filled that stays for long: a new handle, owned by the caller, and its data. Returns 0, or 1
+// with the reason in `error`.
+int mlxhost_staying(
+    const int* shape,
+    size_t rank,
+    int dtype,
+    void** handle,
+    void** data,
+    char* error,
+    size_t error_room) {
+  try {
+    mx::Shape dims(shape, shape + rank);
+    size_t bytes = mx::size_of(dtypes[dtype]);
+    for (auto length : dims) {
+      bytes *= length;
+    }
+    mx::array* made;
+    if (bytes >= large) {
+      Block block(bytes);
+      made = new mx::array(std::move(dims), dtypes[dtype], nullptr, {});
+      *handle = made;
+      block.place(*made);
+      made->set_status(mx::array::Status::available);
+    } else {
+      made = new mx::array(allocate(std::move(dims), dtypes[dtype]));
+      *handle = made;
+    }
+    *data = made->data<char>();
+    return 0;
+  } catch (const std::exception& problem) {
+    std::strncpy(error, problem.what(), error_room - 1);
+    return 1;
+  }
+}
+
 // Moves what computed arrays hold side by side into blocks of `block_bytes` or more, in large pages
 // where the system has them, each array at the start of a cache line. Everything that shares an array's
-// handle moves with it. Returns 0, or 1 with the reason in `error`; what was moved until then is whole.
+// handle moves with it; what is large and made to stay lies well already. Returns 0, or 1 with the reason in
+// `error`; what was moved until then is whole.
 int mlxhost_settle(
     void* const* handles,
     size_t count,
     size_t block_bytes,
     char* error,
     size_t error_room) {
-  constexpr size_t line = 64;
-  // What is moved before its old place is given back: more of it would be in memory twice.
-  constexpr size_t at_once = 4 << 20;
   const auto rounded = [](size_t bytes) { return (bytes + line - 1) / line * line; };
   const auto movable = [](const mx::array& array) {
-    return array.is_available() && array.flags().row_contiguous && array.nbytes() > 0;
+    return array.is_available() && array.flags().row_contiguous && array.nbytes() > 0 &&
+        (array.nbytes() < large || reinterpret_cast<uintptr_t>(array.data<char>()) % line != 0);
   };
   try {
     size_t left = 0;
@@ -191,9 +283,7 @@ int mlxhost_settle(
       const auto& array = *static_cast<mx::array*>(handles[i]);
       left += movable(array) ? rounded(array.nbytes()) : 0;
     }
-    mx::array block(0.0f);
-    size_t used = 0;
-    size_t room = 0;
+    Block block;
     size_t moved = 0;
     for (size_t i = 0; i < count; ++i) {
       auto& array = *static_cast<mx::array*>(handles[i]);
@@ -201,31 +291,12 @@ int mlxhost_settle(
         continue;
       }
       const size_t bytes = rounded(array.nbytes());
-      if (room - used < bytes) {
-        const size_t wanted = std::max(bytes, std::min(left, block_bytes)) + line;
-        block = allocate({static_cast<int>((wanted + line - 1) / line), static_cast<int>(line)}, mx::uint8);
-        char* data = block.data<char>();
-        used = (line - reinterpret_cast<uintptr_t>(data) % line) % line;
-        room = block.nbytes();
-#ifdef __linux__
-        // Advice only: without large pages everything works as well, and slower. Of whole pages.
-        constexpr uintptr_t page = 4096;
-        const uintptr_t start = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
-        const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + room) / page * page;
-        if (end > start) {
-          madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-        }
-#endif
+      if (block.room() < bytes) {
+        block = Block(std::max(bytes, std::min(left, block_bytes)));
       }
       left -= bytes;
-      std::memcpy(block.data<char>() + used, array.data<char>(), array.nbytes());
-      array.copy_shared_buffer(
-          block,
-          array.strides(),
-          array.flags(),
-          array.data_size(),
-          static_cast<int64_t>(used / array.itemsize()));
-      used += bytes;
+      std::memcpy(block.bytes.data<char>() + block.used, array.data<char>(), array.nbytes());
+      block.place(array);
       moved += bytes;
       if (moved >= at_once) {
         give_back();

@@ -106,6 +106,15 @@ unsafe extern "C" {
         error_room: usize,
     ) -> c_int;
 
+    fn mlxhost_staying(
+        shape: *const c_int,
+        rank: usize,
+        dtype: c_int,
+        handle: *mut *mut c_void,
+        data: *mut *mut c_void,
+        error: *mut c_char,
+        error_room: usize,
+    ) -> c_int;
     fn mlxhost_settle(
         handles: *const *mut c_void,
         count: usize,
@@ -115,24 +124,35 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// A new array whose bytes `fill` writes, all of them.
+/// A new array that stays for long, whose bytes `fill` writes, all of them.
 pub(in crate::backend) fn filled(
     shape: &[i32],
     dtype: DType,
     fill: impl FnOnce(&mut [u8]),
 ) -> OpResult<Array> {
     let size = dtype.size().ok_or("a dtype without a size")?;
-    let output = Output {
-        shape,
-        dtype: to_mlx(dtype)?,
-        from: None,
-    };
-    let made = compute(&[], 0, &[output], |buffers| {
-        let elements: usize = shape.iter().map(|&n| n as usize).product();
+    let dtype = to_mlx(dtype)? as c_int;
+    let (mut handle, mut data) = (std::ptr::null_mut(), std::ptr::null_mut());
+    // SAFETY: a shape of the stated length, and a dtype of MLX.
+    let made = explained(|error| unsafe {
+        mlxhost_staying(
+            shape.as_ptr(),
+            shape.len(),
+            dtype,
+            &mut handle,
+            &mut data,
+            error,
+            ERROR_ROOM,
+        )
+    });
+    let array = own(handle);
+    made?;
+    let bytes = shape.iter().map(|&n| n as usize).product::<usize>() * size;
+    if bytes > 0 {
         // SAFETY: a new array of that size, of numbers, which are their bytes.
-        fill(unsafe { buffers.output(0, elements * size) });
-    })?;
-    super::one(made).map(Handle::into_array)
+        fill(unsafe { std::slice::from_raw_parts_mut(data.cast(), bytes) });
+    }
+    array.ok_or_else(|| "no array was made".into())
 }
 
 /// Moves computed arrays side by side into large pages, each at the start of a cache line.

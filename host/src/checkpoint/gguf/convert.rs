@@ -10,7 +10,7 @@
 
 use std::num::NonZero;
 use std::ops::Range;
-use std::sync::{LazyLock, Mutex};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 use std::thread;
 
 use half::f16;
@@ -141,7 +141,9 @@ pub(crate) struct Converted {
     /// For query and key projections: rows per head, to be brought back into their order. Even.
     pub(super) head_dim: Option<usize>,
     /// All rows as in the file: `rows * kind.row_bytes(cols)`.
-    pub(super) source: Bytes,
+    pub(in crate::checkpoint) source: Bytes,
+    /// What [`Converted::multiples_fit`] found, for all parts of a tensor: it reads everything.
+    pub(super) fits: Arc<OnceLock<bool>>,
 }
 
 impl Converted {
@@ -159,12 +161,21 @@ impl Converted {
     /// Whether f16 holds the offsets that are multiples of a scale. Scales have the type of offsets.
     fn multiples_fit(&self) -> bool {
         let most = f16::MAX.to_f32_const() / 128.0;
-        let mut scales = self.source.chunks_exact(self.kind.block_bytes());
-        scales.all(|block| {
-            f16::from_le_bytes([block[0], block[1]])
-                .to_f32_const()
-                .abs()
-                <= most
+        let fits = |block: &[u8]| {
+            let scale = f16::from_le_bytes([block[0], block[1]]);
+            scale.to_f32_const().abs() <= most
+        };
+        *self.fits.get_or_init(|| {
+            let (size, all) = (self.kind.block_bytes(), self.source.len());
+            let piece = SHARE / size * size;
+            (0..all).step_by(piece).all(|start| {
+                let piece = self.source.slice(start..all.min(start + piece));
+                piece.is_none_or(|piece| {
+                    let fit = piece.chunks_exact(size).all(fits);
+                    piece.release();
+                    fit
+                })
+            })
         })
     }
 
@@ -368,6 +379,7 @@ mod tests {
             matrix,
             head_dim,
             source,
+            fits: Arc::default(),
         };
         tensor.describe().to_vec()
     }
@@ -422,6 +434,7 @@ mod tests {
             matrix,
             head_dim,
             source,
+            fits: Arc::default(),
         }
         .describe();
         let bytes = tensor.to_vec();

@@ -19,6 +19,7 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
@@ -140,6 +141,7 @@ impl<'a> Loader<'a> {
             matrix: target.matrix,
             head_dim,
             source,
+            fits: Arc::default(),
         };
         self.insert(target, template, &info.shape);
         Ok(())
