@@ -86,7 +86,7 @@ pub fn api() -> HostApiRef {
 
 /// Bytes that MLX keeps of what was given back to it, where that is the system's memory: enough for the tensors
 /// of a pass. Caches that have grown out of their buffers would be kept, too, and never used again.
-const KEPT: usize = 16 << 20;
+const KEPT: usize = 4 << 20;
 
 /// Makes the table known to this image; `Tensor`s work from then on.
 pub fn install() {

@@ -34,10 +34,12 @@ struct Sequence<'a> {
 }
 
 impl<'a> Sequence<'a> {
-    fn new(model: &'a Model) -> Self {
+    fn new(model: &'a Model, expected: usize) -> Self {
+        let mut caches = model.new_caches();
+        caches.iter_mut().for_each(|cache| cache.expect(expected));
         Self {
             model,
-            caches: model.new_caches(),
+            caches,
             len: 0,
         }
     }
@@ -81,17 +83,17 @@ pub fn run(args: &BenchArgs) -> Result<(), CliError> {
     let tokens: Vec<i32> = (0..PREFILL[2] as i32)
         .map(|i| (i * 7919 + 1) % vocab)
         .collect();
-    Sequence::new(&model).prefill(&tokens[..8])?;
+    Sequence::new(&model, 8).prefill(&tokens[..8])?;
 
     let mut prefill = Map::new();
     for length in PREFILL {
         let begun = Instant::now();
-        Sequence::new(&model).prefill(&tokens[..length])?;
+        Sequence::new(&model, length).prefill(&tokens[..length])?;
         let speed = length as f64 / begun.elapsed().as_secs_f64();
         prefill.insert(length.to_string(), json!(speed));
     }
 
-    let mut sequence = Sequence::new(&model);
+    let mut sequence = Sequence::new(&model, PROMPT + usize::from(args.tokens));
     let mut next = sequence.prefill(&tokens[..PROMPT])?;
     let begun = Instant::now();
     for _ in 0..args.tokens {
@@ -100,7 +102,7 @@ pub fn run(args: &BenchArgs) -> Result<(), CliError> {
     let decode = args.tokens as f64 / begun.elapsed().as_secs_f64();
 
     let mut times: Vec<Vec<f64>> = vec![Vec::new(); WIDTHS.len()];
-    let mut sequence = Sequence::new(&model);
+    let mut sequence = Sequence::new(&model, PROMPT + WIDTHS[WIDTHS.len() - 1]);
     sequence.prefill(&tokens[..PROMPT])?;
     for _ in 0..REPEATS {
         for (times, width) in times.iter_mut().zip(WIDTHS) {

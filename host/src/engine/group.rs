@@ -51,8 +51,11 @@ impl Group {
     ) -> Self {
         let specs: Vec<_> = rows.iter().map(Row::spec).collect();
         rows.iter_mut().for_each(Row::begin);
+        let mut caches = target.model().new_caches();
+        let most = rows.iter().map(Row::expected).max().unwrap_or(0);
+        caches.iter_mut().for_each(|cache| cache.expect(most));
         Self {
-            caches: target.model().new_caches(),
+            caches,
             drafting: match &method.drafter {
                 Some(drafter) => Drafting::open(drafter, &target, &specs),
                 None => Drafting::none(),

@@ -13,6 +13,9 @@ use super::depth::Acceptance;
 use super::request::{Answer, Event, Failure, Finish, Request, Token};
 use super::stats::Stats;
 
+/// Tokens that an answer is expected to have if it may: there is room for them at once.
+const LIKELY: usize = 256;
+
 /// A request while it is served.
 pub(super) struct Row {
     pub request: Request,
@@ -85,6 +88,11 @@ impl Row {
     /// Tokens of the prompt that are to be processed yet.
     pub fn unprocessed(&self) -> usize {
         self.request.prompt.len().saturating_sub(self.processed)
+    }
+
+    /// Tokens that it will have at least, or likely: the prompt and the beginning of a long answer.
+    pub fn expected(&self) -> usize {
+        self.request.prompt.len() + self.request.max_tokens.min(LIKELY)
     }
 
     /// What a drafter is told of it.

@@ -38,6 +38,8 @@ pub struct KvCache {
     quantized: Option<QuantizedKv>,
     /// The first position of `buffers`.
     start: i32,
+    /// Positions that there is room for from the first pass on.
+    expected: i32,
 }
 
 impl KvCache {
@@ -54,7 +56,14 @@ impl KvCache {
             window,
             quantized: kv,
             start: kv.map_or(0, |kv| kv.start.max(0)),
+            expected: 0,
         }
+    }
+
+    /// Takes room for so many tokens of a row at once, as far as a window lets it ever need that. Growing pass by
+    /// pass copies all again and again, and leaves gaps behind that nothing else fits into.
+    pub fn expect(&mut self, tokens: usize) {
+        self.expected = i32::try_from(tokens).unwrap_or(i32::MAX - GROWTH);
     }
 
     /// Keys and values of another model, for layers that have none of their own
@@ -66,6 +75,7 @@ impl KvCache {
             window,
             quantized: None,
             start: donor.start,
+            expected: 0,
         }
     }
 
@@ -100,6 +110,7 @@ impl KvCache {
     /// The columns of the buffers, and of those for first positions, that the positions before `end` need.
     /// `width`: columns of the pass that ends there.
     fn room(&self, end: i32, width: i32) -> (i32, i32) {
+        let end = end.max(self.expected);
         let most = match self.window {
             0 => i32::MAX,
             window => capacity(window.saturating_add(width.max(WIDEST))),
@@ -317,6 +328,7 @@ impl KvCache {
             window: self.window,
             quantized: self.quantized,
             start: self.start,
+            expected: self.expected,
         })
     }
 
@@ -517,6 +529,13 @@ pub enum LayerCache {
 }
 
 impl LayerCache {
+    /// As [`KvCache::expect`]; a recurrent state is as large as it is.
+    pub fn expect(&mut self, tokens: usize) {
+        if let Self::Kv(cache) = self {
+            cache.expect(tokens);
+        }
+    }
+
     /// Ends a pass: row `b` keeps its first `kept[b]` columns (all of its filled ones after a plain
     /// pass).
     pub fn resolve(&mut self, kept: &[i32]) -> Result<()> {
