@@ -189,7 +189,7 @@ pub fn run_all<T: Float>(projects: &[Project<'_, T>], outputs: &mut [&mut [&mut 
     let pieces = if work < 1 << 16 {
         1
     } else {
-        pool::threads() * 8
+        pool::threads() * 32
     };
     let share = tiles.len().div_ceil(pieces).max(1);
     pool::run(tiles.len().div_ceil(share), |piece| {

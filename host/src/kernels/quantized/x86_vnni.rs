@@ -1,6 +1,7 @@
 //! The integer products for x86-64 with AVX-512 and the dot products of VNNI.
 
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
 use half::{bf16, f16};
 
@@ -119,22 +120,28 @@ unsafe fn rows<S: Stored, const BITS: usize, const M: usize>(
     x: Band<'_>,
     out: &mut [f32],
 ) {
-    // All sums first: adding up their lanes goes eight outputs at a time.
-    let mut sums = [[_mm512_setzero_ps(); M]; TILE];
-    for (pair, sums) in sums.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-        let first = 2 * pair;
-        // SAFETY: the caller's promise.
-        unsafe {
-            match tile.outputs.saturating_sub(first) {
-                0 => break,
-                1 => [sums[0]] = outputs_of::<S, BITS, M, 1>(tile, first, x),
-                _ => *sums = outputs_of::<S, BITS, M, 2>(tile, first, x),
+    // Adding up the lanes of sums goes eight outputs at a time.
+    for first in (0..TILE.min(tile.outputs)).step_by(8) {
+        let mut sums = MaybeUninit::<[[[__m512; M]; 2]; 4]>::uninit();
+        for pair in 0..4 {
+            let first = first + 2 * pair;
+            // SAFETY: the caller's promise; each pair is a place of the sums.
+            unsafe {
+                let two = match tile.outputs.saturating_sub(first) {
+                    0 => [[_mm512_setzero_ps(); M]; 2],
+                    1 => [
+                        outputs_of::<S, BITS, M, 1>(tile, first, x)[0],
+                        [_mm512_setzero_ps(); M],
+                    ],
+                    _ => outputs_of::<S, BITS, M, 2>(tile, first, x),
+                };
+                sums.as_mut_ptr().cast::<[[__m512; M]; 2]>().add(pair).write(two);
             }
         }
-    }
-    for (first, sums) in (0..TILE).step_by(8).zip(sums.as_chunks::<8>().0) {
+        // SAFETY: all four were written.
+        let sums = unsafe { sums.assume_init_ref() }.as_flattened();
         for m in 0..M {
-            let totals = totals(sums.map(|sums| halves_added(sums[m])));
+            let totals = totals(std::array::from_fn(|output| halves_added(sums[output][m])));
             let totals = _mm256_mul_ps(totals, _mm256_set1_ps(x.scales[m]));
             let out = &mut out[m * TILE + first..][..8];
             // SAFETY: eight places.
