@@ -2,16 +2,24 @@
 //! the write into the cache, the mix, the output gate.
 
 use std::cell::RefCell;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub use super::caches::fits;
 use super::caches::{Caches, Head};
 use super::lanes::Float;
-use super::mix::Scratch;
+use super::mix::{self, BLOCK, Scratch};
 use super::pool::{self, Shared};
 use super::rows::{Rotation, sigmoid};
 
 /// Columns whose queries are mixed together.
 const COLUMNS: usize = 16;
+
+/// Pieces of work for each thread where threads share the positions of a head.
+const PIECES: usize = 8;
+
+/// Numbers that blocks of positions may give before they are put together, 16 MiB.
+const MOST_PARTS: usize = 1 << 22;
 
 /// One call.
 pub struct Attend<'a, T> {
@@ -60,6 +68,9 @@ pub struct Attend<'a, T> {
 thread_local! {
     /// The angles of the last call: all layers of a pass share them.
     static ANGLES: RefCell<Angles> = RefCell::default();
+    /// What a thread works in, and what becomes of blocks: memory asked for anew would cost more than little work.
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    static PARTS: RefCell<Vec<f32>> = RefCell::default();
 }
 
 #[derive(Default)]
@@ -158,6 +169,10 @@ impl<T: Float> Attend<'_, T> {
                 }
             };
             let chunks = if mixes { width.div_ceil(COLUMNS) } else { 0 };
+            let few = head_pieces < PIECES / 2 * pool::threads();
+            if chunks == 1 && few && !small && self.share_blocks(turns, caches, out) {
+                return;
+            }
             if chunks == 1 {
                 // One piece per key head writes its part of the cache, then reads it.
                 run(head_pieces, &|piece| {
@@ -248,6 +263,178 @@ impl<T: Float> Attend<'_, T> {
         1.0 / (super::lanes::dot(x, x) / self.dim as f32 + self.eps).sqrt()
     }
 
+    /// Where there are few key heads, threads share the positions of each. False, with nothing done, if what the
+    /// blocks of positions give would take much memory.
+    fn share_blocks(&self, turns: &[(f32, f32)], caches: &Caches<'_, T>, out: Shared<T>) -> bool {
+        let heads = self.batch * self.kv_heads;
+        let columns = 0..self.width;
+        let spans: Vec<_> = (0..heads).map(|head| self.span(head, &columns)).collect();
+        let blocks = |head: usize| spans[head].start / BLOCK..spans[head].end.div_ceil(BLOCK);
+        let all: usize = (0..heads).map(|head| blocks(head).len()).sum();
+        let part_len = mix::part_len(self.heads / self.kv_heads * self.width, self.dim);
+        if all * part_len > MOST_PARTS {
+            return false;
+        }
+        // Per piece of work its head, its blocks, and how many blocks come before, of this head and of others.
+        let share = all.div_ceil(PIECES * pool::threads());
+        let mut work = Vec::with_capacity(heads + PIECES * pool::threads());
+        let mut before = 0;
+        for head in 0..heads {
+            let first = before;
+            for start in blocks(head).step_by(share) {
+                let some = start..blocks(head).end.min(start + share);
+                work.push((head, some.clone(), first, before));
+                before += some.len();
+            }
+        }
+        for head in 0..heads {
+            // SAFETY: nobody else is at work yet.
+            unsafe { self.write(head, turns, caches) };
+        }
+        let left: Vec<_> = (0..heads)
+            .map(|head| AtomicUsize::new(blocks(head).len()))
+            .collect();
+        PARTS.with_borrow_mut(|parts| {
+            parts.resize(all * part_len, 0.0);
+            let parts = Shared::new(parts);
+            pool::run(work.len(), |piece| {
+                let (head, ref some, first, before) = work[piece];
+                let of = |block: usize| (block * BLOCK).clamp(spans[head].start, spans[head].end);
+                // SAFETY: every block has places of its own, and the caches are only read now.
+                unsafe {
+                    let parts = parts.slice(before * part_len, some.len() * part_len);
+                    self.mix_parts(head, of(some.start)..of(some.end), turns, caches, parts);
+                }
+                // Who does the last of a head puts them together.
+                if left[head].fetch_sub(some.len(), Ordering::AcqRel) == some.len() {
+                    let count = blocks(head).len();
+                    // SAFETY: nobody writes to them any more; the outcome of a head is written here alone.
+                    unsafe {
+                        let parts = parts.read(first * part_len, count * part_len);
+                        self.gather(head, parts, out);
+                    }
+                }
+            });
+        });
+        true
+    }
+
+    /// What a query of a pass over some columns on one key head is: its place among the rows of all heads, and its
+    /// column.
+    fn query(&self, piece: usize, columns: &Range<usize>, local: usize) -> (usize, usize) {
+        let (row, kv_head) = (piece / self.kv_heads, piece % self.kv_heads);
+        let (shared_heads, width) = (self.heads / self.kv_heads, columns.len());
+        let head = kv_head * shared_heads + local / width;
+        let t = columns.start + local % width;
+        ((row * self.width + t) * self.heads + head, t)
+    }
+
+    /// The position that a column stands for: padding sees what the last filled column sees, so that nobody sees
+    /// nothing.
+    fn own(&self, row: usize, column: usize) -> usize {
+        let own = self.offsets[row] as usize + column;
+        self.ends
+            .map_or(own, |ends| own.min(ends[row] as usize - 1))
+    }
+
+    /// The first position that a column sees, itself standing for `own`.
+    fn first_seen(&self, own: usize) -> usize {
+        match self.window {
+            0 => 0,
+            window => (own + 1).saturating_sub(window),
+        }
+    }
+
+    /// The positions that some columns see on a key head.
+    fn span(&self, piece: usize, columns: &Range<usize>) -> Range<usize> {
+        let row = piece / self.kv_heads;
+        let end = match self.ends {
+            Some(ends) => ends[row] as usize,
+            None => self.offsets[row] as usize + columns.end,
+        };
+        self.first_seen(self.own(row, columns.start))..end
+    }
+
+    /// Readies the queries of some columns on one key head.
+    fn begin(
+        &self,
+        piece: usize,
+        columns: &Range<usize>,
+        turns: &[(f32, f32)],
+        scratch: &mut Scratch,
+    ) {
+        let (dim, row) = (self.dim, piece / self.kv_heads);
+        let stride = if self.gated { 2 * dim } else { dim };
+        scratch.begin(self.heads / self.kv_heads * columns.len(), dim);
+        for (local, to) in scratch.queries.chunks_exact_mut(dim).enumerate() {
+            let (at, t) = self.query(piece, columns, local);
+            let x = &self.q[at * stride..][..dim];
+            self.prepare(x, self.q_norm, self.turns(turns, row, t), to);
+            for x in to {
+                *x *= self.scale;
+            }
+        }
+    }
+
+    /// Replaces the scores of positions that a query of some columns does not see.
+    fn hide(
+        &self,
+        piece: usize,
+        columns: &Range<usize>,
+        local: usize,
+        keys: Range<usize>,
+        scores: &mut [f32],
+    ) {
+        let own = self.own(piece / self.kv_heads, columns.start + local % columns.len());
+        let last = if self.ends.is_some() {
+            keys.end
+        } else {
+            own + 1
+        };
+        let place = |position: usize| position.clamp(keys.start, keys.end) - keys.start;
+        scores[..place(self.first_seen(own))].fill(f32::NEG_INFINITY);
+        scores[place(last)..].fill(f32::NEG_INFINITY);
+    }
+
+    /// What blocks of positions give for the queries of all columns on one key head.
+    ///
+    /// # Safety
+    /// Nobody writes to this head.
+    unsafe fn mix_parts(
+        &self,
+        piece: usize,
+        span: Range<usize>,
+        turns: &[(f32, f32)],
+        caches: &Caches<'_, T>,
+        parts: &mut [f32],
+    ) {
+        SCRATCH.with_borrow_mut(|scratch| {
+            let columns = 0..self.width;
+            self.begin(piece, &columns, turns, scratch);
+            let hide = |local: usize, keys: Range<usize>, scores: &mut [f32]| {
+                self.hide(piece, &columns, local, keys, scores);
+            };
+            // SAFETY: the caller's promise.
+            match unsafe { caches.head(piece, self.dim) } {
+                Head::Exact(head) => scratch.mix_parts(head, span, hide, parts),
+                Head::Quantized(head) => scratch.mix_parts(head, span, hide, parts),
+            }
+        });
+    }
+
+    /// Mixes what all blocks of positions gave for the queries of all columns on one key head.
+    ///
+    /// # Safety
+    /// Nobody else has these columns of it.
+    unsafe fn gather(&self, piece: usize, parts: &[f32], out: Shared<T>) {
+        SCRATCH.with_borrow_mut(|scratch| {
+            scratch.begin(self.heads / self.kv_heads * self.width, self.dim);
+            scratch.gather(parts);
+            // SAFETY: the caller's promise.
+            unsafe { self.end(piece, &(0..self.width), &scratch.sums, out) };
+        });
+    }
+
     /// Mixes values for the queries of some columns on one key head.
     ///
     /// # Safety
@@ -255,61 +442,43 @@ impl<T: Float> Attend<'_, T> {
     unsafe fn mix(
         &self,
         piece: usize,
-        columns: std::ops::Range<usize>,
+        columns: Range<usize>,
         turns: &[(f32, f32)],
         caches: &Caches<'_, T>,
         out: Shared<T>,
     ) {
-        let (row, kv_head) = (piece / self.kv_heads, piece % self.kv_heads);
-        let (dim, shared_heads, width) = (self.dim, self.heads / self.kv_heads, columns.len());
-        let offset = self.offsets[row] as usize;
-        let stride = if self.gated { 2 * dim } else { dim };
-        let query = |local: usize| {
-            let (head, t) = (
-                kv_head * shared_heads + local / width,
-                columns.start + local % width,
-            );
-            ((row * self.width + t) * self.heads + head, t)
-        };
-        let mut scratch = Scratch::new(shared_heads * width, dim);
-        for (local, to) in scratch.queries.chunks_exact_mut(dim).enumerate() {
-            let (at, t) = query(local);
-            let x = &self.q[at * stride..][..dim];
-            self.prepare(x, self.q_norm, self.turns(turns, row, t), to);
-            for x in to {
-                *x *= self.scale;
+        SCRATCH.with_borrow_mut(|scratch| {
+            self.begin(piece, &columns, turns, scratch);
+            let span = self.span(piece, &columns);
+            let hide = |local: usize, keys: Range<usize>, scores: &mut [f32]| {
+                self.hide(piece, &columns, local, keys, scores);
+            };
+            // SAFETY: the caller's promises.
+            unsafe {
+                match caches.head(piece, self.dim) {
+                    Head::Exact(head) => scratch.mix(head, span, hide),
+                    Head::Quantized(head) => scratch.mix(head, span, hide),
+                }
+                self.end(piece, &columns, &scratch.sums, out);
             }
-        }
-        let window = if self.window == 0 {
-            usize::MAX
-        } else {
-            self.window
-        };
-        let end = self.ends.map(|ends| ends[row] as usize);
-        let own = offset + columns.start;
-        let own = end.map_or(own, |end| own.min(end - 1));
-        let first = (own + 1).saturating_sub(window);
-        let span = first..end.unwrap_or(offset + columns.end);
-        let sees = |local: usize, s: usize| {
-            // Padding sees what the last filled column sees, so that nobody sees nothing.
-            let own = offset + columns.start + local % width;
-            let own = end.map_or(own, |end| own.min(end - 1));
-            (end.is_some() || s <= own) && own.saturating_sub(s) < window
-        };
-        // SAFETY: the caller's promise.
-        match unsafe { caches.head(piece, dim) } {
-            Head::Exact(head) => scratch.mix(head, span, sees),
-            Head::Quantized(head) => scratch.mix(head, span, sees),
-        }
-        for (local, sums) in scratch.sums.chunks_exact(dim).enumerate() {
-            let (at, _) = query(local);
+        });
+    }
+
+    /// Writes the mixed values of some columns on one key head.
+    ///
+    /// # Safety
+    /// Nobody else has these columns of it.
+    unsafe fn end(&self, piece: usize, columns: &Range<usize>, sums: &[f32], out: Shared<T>) {
+        let dim = self.dim;
+        for (local, sums) in sums.chunks_exact(dim).enumerate() {
+            let (at, _) = self.query(piece, columns, local);
             // SAFETY: the caller's promise.
             let out = unsafe { out.slice(at * dim, dim) };
             for (out, x) in out.iter_mut().zip(sums) {
                 *out = T::narrow(*x);
             }
             if self.gated {
-                let gate = &self.q[at * stride + dim..][..dim];
+                let gate = &self.q[2 * at * dim + dim..][..dim];
                 for (out, gate) in out.iter_mut().zip(gate) {
                     *out = T::narrow(out.wide() * T::narrow(sigmoid(gate.wide())).wide());
                 }
@@ -339,6 +508,9 @@ mod tests {
         v: Vec<f32>,
         norm: Vec<f32>,
     }
+
+    /// Columns of a cache.
+    const LONG: usize = 448;
 
     const DIVISORS: [f32; 3] = [1.0, 7.0, 60.0];
 
@@ -388,23 +560,24 @@ mod tests {
         fn columns_together_give_what_each_gives_alone(
             (kv_heads, repeat, half) in (1usize..3, 1usize..4, 3usize..20),
             width in 1usize..40,
-            starts in prop::collection::vec(0i32..20, 1..4),
-            window in prop::sample::select(vec![0usize, 1, 5, 30]),
+            starts in prop::collection::vec(prop_oneof![0i32..20, 0i32..400], 1..4),
+            window in prop::sample::select(vec![0usize, 1, 5, 30, 150]),
             gated in any::<bool>(),
             normed in any::<bool>(),
         ) {
+            // Short rows go one way, long ones share their positions among threads, wide ones go a third way.
             let (heads, dim) = (kv_heads * repeat, 2 * half);
             let sizes = [heads, kv_heads, dim];
             let batch = starts.len();
             let options = (window, gated, normed);
             let all = inputs(sizes, batch * width, gated);
-            let before = values(batch * kv_heads * 64 * dim, 9);
+            let before = values(batch * kv_heads * LONG * dim, 9);
             let (mut keys, mut vals) = (before.clone(), before.clone());
             let mut out = vec![0.0; batch * width * heads * dim];
             attend(sizes, &all, &starts, options)
-                .run(Caches::exact(64, [&mut keys[..], &mut vals[..]]), &mut out);
+                .run(Caches::exact(LONG, [&mut keys[..], &mut vals[..]]), &mut out);
             for (row, &start) in starts.iter().enumerate() {
-                let cache = kv_heads * 64 * dim;
+                let cache = kv_heads * LONG * dim;
                 let (mut own_keys, mut own_vals) =
                     (before[row * cache..][..cache].to_vec(), before[row * cache..][..cache].to_vec());
                 for t in 0..width {
@@ -420,7 +593,7 @@ mod tests {
                     };
                     let mut alone = vec![0.0; heads * dim];
                     attend(sizes, &one, &[start + t as i32], options)
-                        .run(Caches::exact(64, [&mut own_keys[..], &mut own_vals[..]]), &mut alone);
+                        .run(Caches::exact(LONG, [&mut own_keys[..], &mut own_vals[..]]), &mut alone);
                     prop_assert_eq!(&part(&out), &alone);
                 }
                 prop_assert_eq!(&keys[row * cache..][..cache], &own_keys[..]);
@@ -472,19 +645,19 @@ mod tests {
         #[test]
         fn is_the_double_precision_attention(
             (kv_heads, repeat, half) in (1usize..3, 1usize..4, 3usize..20),
-            start in 0i32..20,
-            window in prop::sample::select(vec![0usize, 1, 5, 30]),
+            start in prop_oneof![0i32..20, 0i32..400],
+            window in prop::sample::select(vec![0usize, 1, 5, 30, 150]),
             gated in any::<bool>(),
             normed in any::<bool>(),
         ) {
             let (heads, dim, at) = (kv_heads * repeat, 2 * half, start as usize);
             let sizes = [heads, kv_heads, dim];
             let one = inputs(sizes, 1, gated);
-            let mut keys = values(kv_heads * 24 * dim, 7);
-            let mut vals = values(kv_heads * 24 * dim, 8);
+            let mut keys = values(kv_heads * LONG * dim, 7);
+            let mut vals = values(kv_heads * LONG * dim, 8);
             let mut out = vec![0.0; heads * dim];
             attend(sizes, &one, &[start], (window, gated, normed))
-                .run(Caches::exact(24, [&mut keys[..], &mut vals[..]]), &mut out);
+                .run(Caches::exact(LONG, [&mut keys[..], &mut vals[..]]), &mut out);
 
             let turned = |x: &[f32]| -> Vec<f64> {
                 let mut x: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
@@ -507,7 +680,7 @@ mod tests {
                 let width = if gated { 2 * dim } else { dim };
                 let q = turned(&one.q[head * width..][..dim]);
                 let cached = |x: &[f32], s: usize| -> Vec<f64> {
-                    x[(kv * 24 + s) * dim..][..dim].iter().map(|&x| f64::from(x)).collect()
+                    x[(kv * LONG + s) * dim..][..dim].iter().map(|&x| f64::from(x)).collect()
                 };
                 let key = turned(&one.k[kv * dim..][..dim]);
                 for (a, b) in cached(&keys, at).iter().zip(&key) {

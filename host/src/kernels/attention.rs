@@ -60,7 +60,8 @@ impl Attention {
         // A piece is one key head of a row: its keys are read once for all queries on them.
         let body = |piece: usize| {
             let (row, kv_head) = (piece / kv_heads, piece % kv_heads);
-            let mut scratch = Scratch::new(shared_heads * width, dim);
+            let mut scratch = Scratch::default();
+            scratch.begin(shared_heads * width, dim);
             let query = |local: usize| (kv_head * shared_heads + local / width, local % width);
             for (local, to) in scratch.queries.chunks_exact_mut(dim).enumerate() {
                 let (head, t) = query(local);
@@ -75,10 +76,24 @@ impl Attention {
                 strides: [self.strides[1][2], self.strides[2][2]],
                 columns: usize::MAX,
             };
-            scratch.mix(head, 0..span, |local, s| match visible {
-                Visible::All => true,
-                Visible::Causal => s + width <= span + local % width,
-                Visible::Mask(mask) => mask[(row * width + local % width) * span + s],
+            scratch.mix(head, 0..span, |local, keys, scores| {
+                let column = local % width;
+                match visible {
+                    Visible::All => {}
+                    Visible::Causal => {
+                        let seen = (span + column + 1).saturating_sub(width);
+                        let first = seen.clamp(keys.start, keys.end) - keys.start;
+                        scores[first..].fill(f32::NEG_INFINITY);
+                    }
+                    Visible::Mask(mask) => {
+                        let mask = &mask[(row * width + column) * span..][..span][keys];
+                        for (score, sees) in scores.iter_mut().zip(mask) {
+                            if !sees {
+                                *score = f32::NEG_INFINITY;
+                            }
+                        }
+                    }
+                }
             });
             for (local, sums) in scratch.sums.chunks_exact(dim).enumerate() {
                 let (head, t) = query(local);

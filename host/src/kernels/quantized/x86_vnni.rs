@@ -135,7 +135,10 @@ unsafe fn rows<S: Stored, const BITS: usize, const M: usize>(
                     ],
                     _ => outputs_of::<S, BITS, M, 2>(tile, first, x),
                 };
-                sums.as_mut_ptr().cast::<[[__m512; M]; 2]>().add(pair).write(two);
+                sums.as_mut_ptr()
+                    .cast::<[[__m512; M]; 2]>()
+                    .add(pair)
+                    .write(two);
             }
         }
         // SAFETY: all four were written.
